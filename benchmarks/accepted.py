@@ -32,8 +32,7 @@ from widen import widened_dspark, widened_heads, widened_to
 from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
 from decoding.dtypes import parse_dtype
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig, check_prompt
+from decoding.generate import DecodingConfig, Engine
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.methods import Method, our_method, transformers_method
 from decoding.measure.questions import read_prompts
@@ -51,6 +50,7 @@ from decoding.model.loading import (
     load_tokenizer,
 )
 from decoding.rules.sampling import SamplingConfig
+from decoding.text import check_prompt
 
 RECIPES = ROOT / "recipes" / "storyteller-11m"
 
@@ -153,7 +153,7 @@ class Bench:
         most = self.target.max_positions
         fitting = [each for each in prompts if most is None or len(each) + self.options.max_new_tokens <= most]
         for prompt in fitting:
-            check_prompt(self.target, prompt, DecodingConfig(self.options.max_new_tokens))
+            check_prompt(self.target, prompt, self.options.max_new_tokens)
         return fitting[: self.options.limit]
 
     @cached_property

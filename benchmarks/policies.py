@@ -28,8 +28,7 @@ from widen import widened_to
 
 from decoding.drafters import Drafter
 from decoding.dtypes import parse_dtype
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.questions import read_prompts
 from decoding.model.causal_lm import CausalLM

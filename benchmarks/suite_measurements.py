@@ -33,8 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import StoppingCriteriaList
 
 from decoding.drafters import Drafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.measure.machine import hardware, versions
 from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
@@ -52,8 +51,7 @@ from trainer.recipe.heads import FeaturesSection, HeadsSection
 from trainer.run.distributed import build_optimizers
 from trainer.run.feed import send
 from trainer.target.features import StoredFeatures, ensure_features
-from trainer.target.hidden import OnlineTarget
-from trainer.target.loading import Target
+from trainer.target.loading import OnlineTarget, Target
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU_TESTS = ROOT / "tests" / "gpu"

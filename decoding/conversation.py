@@ -5,12 +5,11 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
-from decoding.engine import Engine
 from decoding.errors import UserError
-from decoding.generate import DecodingConfig, Step
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.cache import PreallocatedCache
 from decoding.prompts import encode_prompt
-from decoding.stream import decode_text
+from decoding.text import Step, decode_text
 
 
 class Conversation:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, overload
 
 import torch
 from jaxtyping import Float
@@ -18,18 +18,15 @@ from torch import Tensor
 from decoding.clock import PhaseClock
 from decoding.drafters.base import Drafter, DraftRequest, DraftSession, TextStart
 from decoding.errors import UserError
-from decoding.metrics import StepCount
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.model.forward import ModelOutput
-from decoding.model.static import nodes_at
-from decoding.policies import PLAIN, Budget, Policy
+from decoding.policies import PLAIN, Budget, FixedPolicy, Policy
 from decoding.rules.decide import decide
-from decoding.rules.proposal import Proposal
 from decoding.rules.sampling import History, HistoryRows, SamplingConfig
-from decoding.rules.tree import TokenTree, fetch_tokens
+from decoding.rules.tree import Proposal, TokenTree, fetch_tokens
 from decoding.rules.verify import GREEDY, Rule, Verdict
-from decoding.text import StopCheck, Text, check_ids
+from decoding.text import Generation, Step, StopCheck, Text, TextDecoder, check_prompt
 
 
 @dataclass(frozen=True)
@@ -65,57 +62,6 @@ class DecodingConfig:
         return "lossless" if self.rule is None else self.rule.label
 
 
-class Step(NamedTuple):
-    """One step of the loop for one text: one target pass and its result.
-
-    Of the new ``tokens``, the first ``accepted`` were drafted. The target wrote the last one, unless the text ended
-    inside the draft. ``offered`` is the depth of the tree up to the text's end, the most that could be accepted;
-    ``room`` is the depth that the text could still hold. The first step of a text is its prefill: one token, nothing
-    offered. Seconds are the pass's seconds divided by its rows. ``refused`` are a chain's drafted tokens after the
-    accepted ones; it is empty for trees and at the text's end. ``tree``, if requested, is the drafted tree (None if
-    nothing was drafted); ``path`` lists its accepted nodes from the root's child down.
-    """
-
-    tokens: tuple[int, ...]
-    accepted: int
-    offered: int
-    drafted: int
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    total_seconds: float = 0.0
-    room: int = 0
-    is_prefill: bool = False
-    logprobs: tuple[float, ...] = ()
-    refused: tuple[int, ...] = ()
-    tree: TokenTree | None = None
-    path: tuple[int, ...] = ()
-
-    @property
-    def counts(self) -> StepCount:
-        """Counts for the acceptance figures."""
-        return StepCount(len(self.tokens), self.accepted, self.offered, self.drafted, self.room)
-
-    def timed(self, draft_seconds: float, verify_seconds: float, total_seconds: float) -> "Step":
-        return self._replace(draft_seconds=draft_seconds, verify_seconds=verify_seconds, total_seconds=total_seconds)
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A finished text: its new tokens and the steps that wrote them."""
-
-    tokens: tuple[int, ...]
-    steps: tuple[Step, ...]
-
-    @staticmethod
-    def of(steps: Sequence[Step]) -> "Generation":
-        return Generation(tuple(token for step in steps for token in step.tokens), tuple(steps))
-
-    @property
-    def counts(self) -> tuple[StepCount, ...]:
-        """Counts of the steps for the acceptance figures, without the prefill."""
-        return tuple(step.counts for step in self.steps if not step.is_prefill)
-
-
 class DecodingBatch:
     """Texts being decoded (row i is ``texts[i]``) and the prompts that wait for a row."""
 
@@ -133,7 +79,7 @@ class DecodingBatch:
     ) -> None:
         """Decode ``rows`` texts at a time. The other arguments and the UserErrors are as in `Engine.steps`."""
         for prompt in prompts:
-            check_prompt(target, prompt, config)
+            check_prompt(target, prompt, config.max_new_tokens)
         # The drafter's sizes of a draft on this target; the policy chooses among them.
         self.budgets: tuple[Budget, ...] = ()
         if drafter:
@@ -209,8 +155,8 @@ class DecodingBatch:
     def _step(self) -> list[Step]:
         """Propose, verify, commit: one target pass for all rows."""
         clock = PhaseClock(self.target.device)
-        # 1. Propose.
-        budget = self._budget()
+        # 1. Propose: drafts of the size that the policy chooses, none if no text has room.
+        budget = self.policy.choose(self.budgets, len(self.texts)) if self.drafter and any(self._rooms()) else PLAIN
         proposals = self._propose(budget)
         clock.mark()
         # 2. Verify.
@@ -225,9 +171,8 @@ class DecodingBatch:
             )
         draft_seconds, verify_seconds = clock.phases()
         last = torch.tensor([verdict.path[-1] if verdict.path else 0 for verdict in verdicts])
-        for text, hidden in zip(
-            self.texts, nodes_at(last.to(self.target.device, non_blocking=True), output.hidden)[:, 0], strict=True
-        ):
+        last = last.to(self.target.device, non_blocking=True)[:, None, None].expand(-1, -1, output.hidden.shape[-1])
+        for text, hidden in zip(self.texts, output.hidden.gather(1, last)[:, 0], strict=True):
             text.hidden = hidden
         steps = [
             self._commit(row, proposals[row].tree, verdict, starts[row], output) for row, verdict in enumerate(verdicts)
@@ -236,12 +181,6 @@ class DecodingBatch:
         if self.drafter:
             self.policy.observe(budget, [step.counts for step in steps], *seconds)
         return [step.timed(*(second / len(steps) for second in seconds)) for step in steps]
-
-    def _budget(self) -> Budget:
-        """Return the policy's choice, or plain decoding if no text has room for a draft."""
-        if self.drafter is None or not any(self._rooms()):
-            return PLAIN
-        return self.policy.choose(self.budgets, len(self.texts))
 
     def _rooms(self) -> list[int]:
         """Return how many tokens may be drafted in each row: none if accepted tokens must first run into the cache."""
@@ -308,8 +247,13 @@ class DecodingBatch:
         free += range(len(self.texts), self.rows)
         taken = free[: len(self.waiting)]
         for row in reversed(free[len(taken) :]):
-            if row < len(self.texts):
-                self._close_gap(row)
+            if row < (last := len(self.texts) - 1):
+                self.texts[row] = self.texts[last]
+                self.cache.move(last, row)
+                if self.session:
+                    self.session.move(last, row)
+            if row <= last:
+                del self.texts[last]
         for row in taken:
             index, prompt, seed = self.waiting.popleft()
             history = History(self.config.sampling, len(prompt), self.target.vocab_size, self.target.device)
@@ -318,15 +262,6 @@ class DecodingBatch:
             if self.session:
                 self.session.admit(row, TextStart(text.prompt_length, text.draft_source))
         return self._prefill(taken) if taken else []
-
-    def _close_gap(self, row: int) -> None:
-        last = len(self.texts) - 1
-        if row != last:
-            self.texts[row] = self.texts[last]
-            self.cache.move(last, row)
-            if self.session:
-                self.session.move(last, row)
-        del self.texts[last]
 
     @torch.inference_mode()
     def _prefill(self, rows: Sequence[int]) -> list[tuple[int, Step]]:
@@ -385,12 +320,80 @@ def _nodes(hidden: Float[Tensor, "nodes hidden"], kept: Sequence[int]) -> Float[
     return hidden[torch.tensor(kept).to(hidden.device, non_blocking=True)]
 
 
-def check_prompt(target: CausalLM, prompt: Sequence[int], config: DecodingConfig) -> None:
-    """Raise UserError if a prompt is empty, contains unknown token ids, or exceeds the target's context."""
-    check_ids(prompt, target.vocab_size)
-    longest = len(prompt) + config.max_new_tokens
-    if target.max_positions is not None and longest > target.max_positions:
-        raise UserError(
-            f"a prompt of {len(prompt)} tokens and {config.max_new_tokens} new ones exceed the target's context of "
-            f"{target.max_positions}: shorten the prompt or lower max_new_tokens"
-        )
+@dataclass(frozen=True, eq=False)
+class Engine:
+    """A target with its drafter (None: plain decoding), ready to decode.
+
+    Only the policy has state: it may adapt from text to text. The tokenizer is needed for stop strings only.
+
+    Several threads may share an engine; their steps alternate. A target with static shapes has one cache, so there
+    whole calls alternate. A stream that has not been read for 10 seconds ends when another call waits for that cache.
+    """
+
+    target: CausalLM
+    drafter: Drafter | None = None
+    policy: Policy = field(default_factory=FixedPolicy)
+    tokenizer: TextDecoder | None = None
+
+    @overload
+    def steps(
+        self, prompt: Sequence[int], config: DecodingConfig, *, cache: PreallocatedCache | None = None
+    ) -> Iterator[Step]: ...
+    @overload
+    def steps(
+        self,
+        prompt: Sequence[Sequence[int]],
+        config: DecodingConfig,
+        *,
+        batch_size: int,
+        seeds: Sequence[int] | None = None,
+    ) -> Iterator[tuple[int, Step]]: ...
+    def steps(
+        self,
+        prompt: Any,
+        config: DecodingConfig,
+        *,
+        batch_size: int | None = None,
+        seeds: Sequence[int] | None = None,
+        cache: PreallocatedCache | None = None,
+    ) -> Iterator[Any]:
+        """Decode one prompt of token ids, or many with ``batch_size``; yield each step after its target pass.
+
+        One prompt yields its steps; many prompts yield pairs (index of the prompt from 0, its next step). Rows accept
+        different lengths, and the next prompt takes the row of a finished text. ``seeds`` replaces the seeds that the
+        texts of a batch get from the config.
+
+        A ``cache`` from ``target.new_cache`` may be passed from call to call, also after an interrupted one. The target
+        then skips the prefix that a prompt shares with the previous text; drafts read the whole prompt. The earlier
+        call cannot continue. `Conversation` uses this between the turns of a chat.
+
+        Raises UserError at the call, not at the first step, for prompts, rules or drafters that do not fit.
+        """
+        if batch_size is not None and batch_size < 1:
+            raise UserError(f"batch_size is {batch_size}: give at least 1")
+        if batch_size is None and isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], list | tuple):
+            raise UserError(f"{len(prompt)} prompts are given without batch_size: set it to how many to decode at once")
+        if batch_size is not None and cache is not None:
+            raise UserError("a cache is given with batch_size: give one of them")
+        prompts = [prompt] if batch_size is None else prompt
+        rows = min(batch_size or 1, len(prompts))
+        stop = StopCheck(config.eos_token_ids, config.stop_strings, self.tokenizer)
+        batch = DecodingBatch(self.target, self.drafter, self.policy, stop, prompts, config, rows, seeds, cache)
+        return (step for _, step in batch.run()) if batch_size is None else batch.run()
+
+    @overload
+    def decode(self, prompt: Sequence[int], config: DecodingConfig) -> Generation: ...
+    @overload
+    def decode(
+        self, prompt: Sequence[Sequence[int]], config: DecodingConfig, *, batch_size: int
+    ) -> list[Generation]: ...
+    def decode(
+        self, prompt: Any, config: DecodingConfig, *, batch_size: int | None = None
+    ) -> Generation | list[Generation]:
+        """Decode a prompt to its end, or many prompts with ``batch_size``; results are in the prompts' order."""
+        if batch_size is None:
+            return Generation.of(tuple(self.steps(prompt, config)))
+        steps: list[list[Step]] = [[] for _ in prompt]
+        for index, step in self.steps(prompt, config, batch_size=batch_size):
+            steps[index].append(step)
+        return [Generation.of(of_one) for of_one in steps]

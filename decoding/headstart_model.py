@@ -15,9 +15,8 @@ from decoding.controls import Processor, sampling_from_generation_config
 from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.dtypes import default_device, parse_device
-from decoding.engine import Engine
 from decoding.errors import UserError
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.architecture import check_static, static_of
 from decoding.model.causal_lm import CausalLM
 from decoding.model.hub import only_cached
@@ -147,7 +146,10 @@ class HeadstartModel:
         inputs = options.pop("inputs", None)
         if input_ids is not None and inputs is not None:
             raise UserError("both inputs and input_ids are given", "give one of them")
-        _refuse_arguments(options)
+        for name in _REFUSED_ARGUMENTS:  # those that are switched off are removed
+            value = options.pop(name, None)
+            if value is not None and value is not False and not (isinstance(value, list) and not value):
+                raise UserError(f"{name} is given, which is not supported", _REMEDY)
         config = _resolve(self.generation_config, generation_config, options)
         prompts = self._prompts(inputs if input_ids is None else input_ids, attention_mask, config)
         if streamer is not None and len(prompts.rows) > 1:
@@ -204,14 +206,6 @@ _REFUSED_ARGUMENTS = (
 _REFUSED_SETTINGS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states", "max_time")
 _REMEDY = "omit it, or call the target's own generate"
 _DEFAULT_NEW_TOKENS = 20  # transformers' default
-
-
-def _refuse_arguments(options: dict[str, Any]) -> None:
-    """Reject arguments of `generate` that are not supported; remove the ones that are switched off."""
-    for name in _REFUSED_ARGUMENTS:
-        value = options.pop(name, None)
-        if value is not None and value is not False and not (isinstance(value, list) and not value):
-            raise UserError(f"{name} is given, which is not supported", _REMEDY)
 
 
 def _resolve(

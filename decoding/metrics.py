@@ -27,7 +27,7 @@ _Z95 = 1.959964
 
 
 class StepCount(NamedTuple):
-    """Counts of one target pass; `decoding.generate.Step` explains the fields."""
+    """Counts of one target pass; `decoding.text.Step` explains the fields."""
 
     emitted: int
     accepted: int

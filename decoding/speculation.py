@@ -12,16 +12,15 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from decoding.drafters import Drafter
-from decoding.engine import Engine
 from decoding.errors import UserError
-from decoding.generate import DecodingConfig, Generation, Step
+from decoding.generate import DecodingConfig, Engine
 from decoding.metrics import Acceptance, acceptance
 from decoding.model import loading
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Policy, default_policy, named_policy
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import RULES, Rule
-from decoding.text import TextDecoder, check_ids, check_tensor_of_ids
+from decoding.text import Generation, Step, TextDecoder, check_ids, check_tensor_of_ids
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,10 +1,12 @@
-"""A text during decoding, with its tokens, random numbers and end; and checks of prompts."""
+"""A text during decoding, with its tokens, random numbers, end and steps; how it is shown; and checks of prompts."""
 
 import re
-from collections.abc import Iterable, Sequence, Sized
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass, field
 from functools import cache, partial
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float
@@ -12,8 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
+from decoding.metrics import StepCount
+from decoding.model.causal_lm import CausalLM
 from decoding.rules.drawing import GeneratorSource
 from decoding.rules.sampling import History
+from decoding.rules.tree import TokenTree
 
 
 class TextDecoder(Protocol):
@@ -80,6 +85,57 @@ _BYTE_OF = {chr(byte): byte for byte in _PRINTED} | {
     chr(256 + index): byte for index, byte in enumerate(sorted({*range(256)} - {*_PRINTED}))
 }
 """The alphabet of byte-level tokenizers (GPT-2's ``bytes_to_unicode``)."""
+
+
+class Step(NamedTuple):
+    """One step of the loop for one text: one target pass and its result.
+
+    Of the new ``tokens``, the first ``accepted`` were drafted. The target wrote the last one, unless the text ended
+    inside the draft. ``offered`` is the depth of the tree up to the text's end, the most that could be accepted;
+    ``room`` is the depth that the text could still hold. The first step of a text is its prefill: one token, nothing
+    offered. Seconds are the pass's seconds divided by its rows. ``refused`` are a chain's drafted tokens after the
+    accepted ones; it is empty for trees and at the text's end. ``tree``, if requested, is the drafted tree (None if
+    nothing was drafted); ``path`` lists its accepted nodes from the root's child down.
+    """
+
+    tokens: tuple[int, ...]
+    accepted: int
+    offered: int
+    drafted: int
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    total_seconds: float = 0.0
+    room: int = 0
+    is_prefill: bool = False
+    logprobs: tuple[float, ...] = ()
+    refused: tuple[int, ...] = ()
+    tree: TokenTree | None = None
+    path: tuple[int, ...] = ()
+
+    @property
+    def counts(self) -> StepCount:
+        """Counts for the acceptance figures."""
+        return StepCount(len(self.tokens), self.accepted, self.offered, self.drafted, self.room)
+
+    def timed(self, draft_seconds: float, verify_seconds: float, total_seconds: float) -> "Step":
+        return self._replace(draft_seconds=draft_seconds, verify_seconds=verify_seconds, total_seconds=total_seconds)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished text: its new tokens and the steps that wrote them."""
+
+    tokens: tuple[int, ...]
+    steps: tuple[Step, ...]
+
+    @staticmethod
+    def of(steps: Sequence[Step]) -> "Generation":
+        return Generation(tuple(token for step in steps for token in step.tokens), tuple(steps))
+
+    @property
+    def counts(self) -> tuple[StepCount, ...]:
+        """Counts of the steps for the acceptance figures, without the prefill."""
+        return tuple(step.counts for step in self.steps if not step.is_prefill)
 
 
 class Text:
@@ -150,6 +206,17 @@ def check_ids(prompt: Any, vocab_size: int | None = None) -> None:
         raise UserError("the prompt is empty: give at least one token (a BOS token will do)")
 
 
+def check_prompt(target: CausalLM, prompt: Sequence[int], max_new_tokens: int) -> None:
+    """Raise UserError if a prompt is empty, contains unknown token ids, or exceeds the target's context."""
+    check_ids(prompt, target.vocab_size)
+    longest = len(prompt) + max_new_tokens
+    if target.max_positions is not None and longest > target.max_positions:
+        raise UserError(
+            f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones exceed the target's context of "
+            f"{target.max_positions}: shorten the prompt or lower max_new_tokens"
+        )
+
+
 def check_tensor_of_ids(input_ids: Any) -> None:
     """Reject anything but a tensor of integers."""
     if not isinstance(input_ids, Tensor):
@@ -158,3 +225,122 @@ def check_tensor_of_ids(input_ids: Any) -> None:
     if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
         kind = str(input_ids.dtype).removeprefix("torch.")
         raise UserError(f"input_ids contains {kind} numbers, but token ids are integers: {_REMEDY}")
+
+
+class Piece(NamedTuple):
+    """A piece of text. ``drafted`` is True if its last token was drafted, not written by the target."""
+
+    text: str
+    drafted: bool
+
+
+class Detokenizer:
+    """Converter of a growing token list into text; it holds back incomplete characters.
+
+    Each token is decoded together with a few tokens before it, because its text may depend on its neighbours.
+    """
+
+    def __init__(self, tokenizer: TextDecoder) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._shown = 0  # number of tokens whose text was returned
+        self._context = 0  # index where decoding starts, a few tokens earlier as context
+
+    def push(self, token: int) -> str:
+        """Add a token; return the text that it completes, possibly empty."""
+        self._tokens.append(token)
+        before = self._tokenizer.decode(self._tokens[self._context : self._shown])
+        text: str = self._tokenizer.decode(self._tokens[self._context :])
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._context = max(0, self._shown - 4)
+        self._shown = len(self._tokens)
+        return text[len(before) :]
+
+    def flush(self) -> str:
+        """Return the rest of the text; incomplete characters become U+FFFD."""
+        before = self._tokenizer.decode(self._tokens[self._context : self._shown])
+        text: str = self._tokenizer.decode(self._tokens[self._context :])
+        return text[len(before) :]
+
+
+def stream_pieces(steps: Iterable[Step], tokenizer: TextDecoder, hidden: Container[int] = ()) -> Iterator[Piece]:
+    """Yield the text of each token once its step is done; tokens in ``hidden`` (the EOS) yield nothing."""
+    detokenizer = Detokenizer(tokenizer)
+    for step in steps:
+        yield from step_pieces(step, detokenizer, hidden)
+    if rest := detokenizer.flush():
+        yield Piece(rest, drafted=False)
+
+
+def step_pieces(step: Step, detokenizer: Detokenizer, hidden: Container[int] = ()) -> Iterator[Piece]:
+    """Yield the text that each token of a step completes."""
+    for index, token in enumerate(step.tokens):
+        if token not in hidden and (text := detokenizer.push(token)):
+            yield Piece(text, drafted=index < step.accepted)
+
+
+def decode_text(tokens: Iterable[int], tokenizer: TextDecoder, hidden: Container[int] = ()) -> str:
+    """Return the text of new tokens as `stream_pieces` streams it."""
+    detokenizer = Detokenizer(tokenizer)
+    return "".join([*(detokenizer.push(token) for token in tokens if token not in hidden), detokenizer.flush()])
+
+
+@dataclass
+class Tally:
+    """Figures of the steps added so far. A prefill counts only in ``prefill_seconds``.
+
+    ``lengths`` counts passes by their number of accepted drafted tokens. Seconds exclude the caller's work between two
+    steps.
+    """
+
+    passes: int = 0
+    tokens: int = 0
+    accepted: int = 0
+    drafted: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    total_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    lengths: Counter[int] = field(default_factory=Counter)
+
+    @staticmethod
+    def of(steps: Iterable[Step]) -> "Tally":
+        tally = Tally()
+        for step in steps:
+            tally.add(step)
+        return tally
+
+    def add(self, step: Step) -> None:
+        if step.is_prefill:
+            self.prefill_seconds += step.total_seconds
+            return
+        self.passes += 1
+        self.tokens += len(step.tokens)
+        self.accepted += step.accepted
+        self.drafted += step.drafted
+        self.draft_seconds += step.draft_seconds
+        self.verify_seconds += step.verify_seconds
+        self.total_seconds += step.total_seconds
+        self.lengths[step.accepted] += 1
+
+    def watch(self, steps: Iterable[Step]) -> Iterator[Step]:
+        """Count each step and pass it on."""
+        for step in steps:
+            self.add(step)
+            yield step
+
+    @property
+    def overhead_seconds(self) -> float:
+        """Seconds of the loop outside the draft and the target pass."""
+        return max(0.0, self.total_seconds - self.draft_seconds - self.verify_seconds)
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens per target pass, including the target's own; 0 before the first pass."""
+        return self.tokens / self.passes if self.passes else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of decoding; 0 before the first pass."""
+        return self.tokens / self.total_seconds if self.total_seconds else 0.0

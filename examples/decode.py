@@ -11,7 +11,7 @@ from rich.console import Console
 
 from decoding import DecodingConfig, Engine, HeadstartModel, speculate
 from decoding.model.loading import eos_token_ids, load_tokenizer
-from decoding.stream import Tally, stream_pieces
+from decoding.text import Tally, stream_pieces
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--target", default="quickstart", help="folder, GGUF file or hub id")

@@ -19,8 +19,7 @@ from decoding import HeadstartModel, SamplingConfig, speculate
 from decoding.drafters.base import DraftRequest, TextDrafter, TextStart, chain_budgets
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_tokenizer
-from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.tree import TokenTree
+from decoding.rules.tree import Proposal, ProposalKind, TokenTree
 
 
 # --- the drafter ------------------------------------------------------------------------------------------------------

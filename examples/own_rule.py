@@ -17,7 +17,7 @@ from decoding import HeadstartModel, speculate
 from decoding.measure.proof.enumeration import prove_rule
 from decoding.model.loading import load_tokenizer
 from decoding.rules.drawing import RandomSource
-from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.tree import Proposal, ProposalKind
 from decoding.rules.verify import Rule, Verdict
 
 # --- a lossless rule: speculative sampling of chains ------------------------------------------------------------------

@@ -16,7 +16,7 @@ from decoding import HeadstartModel, speculate
 from decoding.model.loading import load_tokenizer
 from decoding.prompts import encode_prompt
 from decoding.speculation import SpeculativeOutput
-from decoding.stream import Tally
+from decoding.text import Tally
 from trainer import load_recipe, run_recipe
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart" / "draft.yaml"

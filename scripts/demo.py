@@ -28,11 +28,11 @@ from decoding.model import quickstart
 from decoding.model.dspark_config import read_dspark_config
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.hub import local_folder
+from trainer.commands.chat import run_generate
 from trainer.commands.evaluate import run_evaluate
-from trainer.commands.generate import run_generate
-from trainer.commands.guarded import guarded
 from trainer.commands.options import EvaluateOptions, GenerateOptions, RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
+from trainer.commands.usage import guarded
 from trainer.export.exporter import NO_PROMPTS, export
 from trainer.recipe.reading import load_recipe
 from trainer.run.train import run_recipe

@@ -27,8 +27,7 @@ from decoding.measure.proof.enumeration import (
 from decoding.metrics import expected_tokens, predicted_speedup
 from decoding.model.cost_curve import Costs
 from decoding.rules.best_tree import best_tree, expected_accepted
-from decoding.rules.proposal import ProposalKind
-from decoding.rules.tree import TreeShape
+from decoding.rules.tree import ProposalKind, TreeShape
 from decoding.rules.verify import RULES
 
 ROOT = Path(__file__).resolve().parent.parent

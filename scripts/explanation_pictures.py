@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from picture_card import Pen, card, draw_tree, place_tree
 
-from decoding.generate import Step
 from decoding.metrics import expected_tokens
 from decoding.rules.tree import TokenTree
+from decoding.text import Step
 
 # Lengths in points.
 WIDTH, EDGE = 255.0, 14.0

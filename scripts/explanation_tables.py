@@ -8,7 +8,7 @@ from explained import FIXED, SAMPLED, TOKENS, WITHOUT, P, Q
 from explanation_pictures import number
 
 from decoding.measure.proof.enumeration import LOSSLESS
-from decoding.rules.proposal import ProposalKind
+from decoding.rules.tree import ProposalKind
 from decoding.rules.verify import RULES
 
 MAKER = "scripts/draw_explanations.py"

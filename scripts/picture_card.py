@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, PathPatch
 from matplotlib.path import Path as Curve
 
-from decoding.generate import Step
+from decoding.text import Step
 
 COLOURS = {  # role: in the light scheme, in the dark one
     "card": ("#ffffff", "#0d1117"),

@@ -25,14 +25,13 @@ from decode_picture import picture
 from transformers import PreTrainedTokenizerBase
 
 from decoding.dtypes import parse_dtype
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig, Step
+from decoding.generate import DecodingConfig, Engine
 from decoding.headstart_model import HeadstartModel
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.redact import published_name
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.prompts import encode_prompt
-from decoding.stream import Detokenizer, Tally
+from decoding.text import Detokenizer, Step, Tally
 
 
 def median_steps(runs: Sequence[Sequence[Step]]) -> list[Step]:

@@ -23,15 +23,13 @@ from decoding.drafters import (
     PromptLookupDrafter,
 )
 from decoding.drafters.base import DraftRequest, TextStart
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
+from decoding.model.forward import lm_head_input
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.lm_head import lm_head_input
 from decoding.rules.drawing import GeneratorSource
-from decoding.rules.proposal import Proposal
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import TokenTree
+from decoding.rules.tree import Proposal, TokenTree
 from decoding.rules.verify import SAMPLED_VERIFY
 
 PROMPTS = ([1, 2, 3, 1, 2], [5], [7, 7, 0, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8], [4, 4])

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Example, collate
 from trainer.drafts.dspark import DSparkObjective
-from trainer.drafts.dspark_start import initial_dspark
+from trainer.drafts.job import initial_dspark
 from trainer.recipe.draft import DraftSection
-from trainer.target.hidden import OnlineTarget
+from trainer.target.loading import OnlineTarget
 
 TEXTS = (
     Example((3, 1, 4, 1, 5, 9, 2, 6, 5, 3), (False,) * 4 + (True,) * 6, 4),

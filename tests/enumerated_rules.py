@@ -3,7 +3,7 @@
 from functools import cache
 
 from decoding.measure.proof.enumeration import SHAPES, Enumerated, draft_of, enumerate_turn, model_pair
-from decoding.rules.proposal import ProposalKind
+from decoding.rules.tree import ProposalKind
 from decoding.rules.verify import RULES
 
 LOSSY = 1e-6

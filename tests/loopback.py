@@ -7,8 +7,7 @@ from typing import Any
 
 from scripted_endpoint import Reply, Request, serve
 
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.rules.sampling import SamplingConfig
 
 NAME = "loopback"

@@ -14,16 +14,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from decoding.drafters.base import Drafter, DraftRequest, DraftSession, TextStart
 from decoding.drafters.draft_model import DraftModelDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.measure.proof.prove import EngineWriter
 from decoding.measure.proof.reference import Reference
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.drawing import RandomSource
-from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import TokenTree
+from decoding.rules.tree import Proposal, ProposalKind, TokenTree
 from decoding.rules.verify import Rule, Verdict
 
 _COLDER = 0.4

@@ -5,10 +5,9 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.batch import Example
+from trainer.data.batch import Example, pack
 from trainer.data.encoding import RowEncoder
 from trainer.data.rows import open_source
-from trainer.data.sequences import pack
 from trainer.recipe.common import DataSection
 
 
@@ -44,6 +43,6 @@ def reference_examples(
 
 
 def packed(examples: Sequence[Plain], max_length: int) -> list[Plain]:
-    """Pack them as `trainer.data.sequences.pack` does, whose promise is tested in tests/test_data_batches.py."""
+    """Pack them as `trainer.data.batch.pack` does, whose promise is tested in tests/test_data_batches.py."""
     joined = pack([Example(*example) for example in examples], max_length)
     return [Plain(tuple(e.tokens.tolist()), tuple(e.trained.tolist()), e.prompt_length, e.lengths) for e in joined]

@@ -10,9 +10,8 @@ from decoding.drafters.base import DraftRequest, TextDrafter, TextStart
 from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import PLAIN, Budget
-from decoding.rules.proposal import DrawnPart, Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import TokenTree, TreeShape
+from decoding.rules.tree import DrawnPart, Proposal, ProposalKind, TokenTree, TreeShape
 
 
 class ScriptedDrafter(TextDrafter):

@@ -12,11 +12,10 @@ from tiny_tokenizer import byte_tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
+from decoding.model.forward import lm_head_input
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.lm_head import lm_head_input
 from trainer.drafts.start import draft_from_target, write_draft
 
 TOKENS = 3

@@ -9,8 +9,7 @@ from scripted_endpoint import Reply, Request
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
 

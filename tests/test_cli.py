@@ -22,8 +22,8 @@ from decoding.measure.methods import SETTINGS
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules.verify import RULES
 from trainer.cli import app
-from trainer.commands.guarded import guarded
 from trainer.commands.shared_options import names, numbers, whole_numbers
+from trainer.commands.usage import guarded
 from trainer.export.task import FORMATS
 from trainer.recipe.reading import load_recipe
 from trainer.terminal.exit_codes import ExitCode

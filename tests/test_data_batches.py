@@ -6,8 +6,7 @@ import pytest
 import torch
 from tiny_models import FAMILIES, full_forward, tiny_model
 
-from trainer.data.batch import Batch, Example, batch_indices, check_documents_are_apart, collate
-from trainer.data.sequences import pack
+from trainer.data.batch import Batch, Example, batch_indices, check_documents_are_apart, collate, pack
 
 
 def example(*tokens: int) -> Example:

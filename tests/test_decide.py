@@ -27,9 +27,8 @@ from decoding.measure.proof.enumeration import (
 )
 from decoding.rules.decide import decide
 from decoding.rules.drawing import GeneratorSource
-from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import History, HistoryRows, SamplingConfig, probabilities
-from decoding.rules.tree import TokenTree, TreeShape
+from decoding.rules.tree import Proposal, ProposalKind, TokenTree, TreeShape
 from decoding.rules.verify import RULES, Verdict, lossless_rule, typical_acceptance
 
 VOCAB, DEEPEST = 3, 3

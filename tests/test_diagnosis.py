@@ -19,11 +19,10 @@ from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules.sampling import SamplingConfig
 from trainer.servers.acceptance import LoopAcceptance, compare_acceptance, compare_positions, compare_sampling
 from trainer.servers.answers import Completion
-from trainer.servers.configs import compare_settings, compare_vocabularies
 from trainer.servers.counters import Counts
-from trainer.servers.rendered import HeldOutPrompt, ServerPrompt, compare_rendered
+from trainer.servers.diagnosis import compare_settings, compare_vocabularies
 from trainer.servers.speculator import compare_top_1
-from trainer.servers.texts import TEXT, compare_texts, tokens_of
+from trainer.servers.texts import TEXT, HeldOutPrompt, ServerPrompt, compare_rendered, compare_texts, tokens_of
 
 # --- token ids of the prompt ------------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ from decoding.drafters.base import DraftRequest, TextStart
 from decoding.drafters.draft_tree import DraftTreeSession
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.drawing import GeneratorSource
-from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import HistoryRows, SamplingConfig, probabilities
+from decoding.rules.tree import Proposal, ProposalKind
 
 NO_HIDDEN = torch.empty(0)
 PENALISED = SamplingConfig(0.9, top_p=0.9, repetition_penalty=1.4)

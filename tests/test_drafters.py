@@ -3,8 +3,10 @@
 A session keeps up with any texts: whatever is accepted, in whichever row, however long it is not asked.
 """
 
+import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from drafter_checks import (
     check_bounds,
     check_greedy,
     opened,
+    paths,
     request,
 )
 from hypothesis import given
@@ -25,13 +28,14 @@ from hypothesis_profiles import examples
 from tiny_models import naive_greedy, tiny_model
 from torch import Tensor
 
-from decoding.drafters import DraftModelDrafter, DraftTreeDrafter
+from decoding.drafters import DraftModelDrafter, DraftTreeDrafter, MedusaDrafter, PromptLookupDrafter
 from decoding.drafters.base import TextStart
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaConfig, MedusaHeads, StackedHeads
 from decoding.rules.drawing import GeneratorSource
 from decoding.rules.sampling import SamplingConfig
+from decoding.rules.tree import Proposal, ProposalKind
 
 SAMPLED = SamplingConfig(1.0, top_p=0.9)
 PENALISED = SamplingConfig(0.9, repetition_penalty=1.4)
@@ -188,3 +192,173 @@ def test_nothing_that_was_accepted_is_run_again_and_a_new_row_is_caught_up_alone
     shapes.clear()
     session.propose([request([1, 2, 3, 5]), request([6] * 20)])
     assert shapes == [(1, 19), (2, 1)], "else every other row would be as wide as its prompt"
+
+
+PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0))
+BOTH_LAYOUTS = pytest.mark.parametrize("shared", [False, True], ids=["own lm_heads", "shared lm_head"])
+
+
+def random_heads(
+    shared: bool, layers: int = 2, vocab: int = 16, width: int = 16, count: int = 3, linear: bool = False
+) -> MedusaHeads:
+    heads = MedusaHeads(MedusaConfig(width, vocab, count, layers, tree=((0,),), shared_lm_head=shared, linear=linear))
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+    return heads
+
+
+def reference_logits(heads: MedusaHeads, target: CausalLM, hidden: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return heads(hidden, target.model.get_output_embeddings())
+
+
+def drafted(drafter: MedusaDrafter, target: CausalLM) -> set[tuple[int, ...]]:
+    (proposal,) = Follower(drafter, target).propose([7, 3, 5])
+    return paths(proposal.tree)
+
+
+# --- heads in one go -----------------------------------------------------------------------------------------------
+
+
+@BOTH_LAYOUTS
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_stacked_heads_are_the_heads_one_by_one(tiny_llama: CausalLM, shared: bool, count: int, linear: bool) -> None:
+    heads, hidden = random_heads(shared, linear=linear), torch.randn(5, 16)
+    expected = reference_logits(heads, tiny_llama, hidden)
+    with torch.inference_mode():
+        stacked = StackedHeads(heads)(hidden, count, tiny_llama.model.get_output_embeddings())
+    torch.testing.assert_close(stacked, expected[:count], rtol=1e-5, atol=1e-5)
+
+
+def test_heads_of_few_tokens_have_the_logits_of_these_tokens(tiny_llama: CausalLM) -> None:
+    whole, tokens = random_heads(shared=True), (1, 4, 5, 15)
+    few = MedusaHeads(replace(whole.config, draft_vocab_size=len(tokens)))
+    few.load_state_dict(whole.state_dict() | {name: few.state_dict()[name] for name in ("lm_head.weight", "d2t")})
+    few.write_only(tokens, tiny_llama.model.get_output_embeddings().weight)
+    hidden = torch.randn(5, 16)
+    with torch.inference_mode():
+        found = StackedHeads(few)(hidden, 3)
+    wanted = reference_logits(whole, tiny_llama, hidden)[..., list(tokens)]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert few.output_tokens is not None and few.output_tokens.tolist() == list(tokens)
+
+
+# --- what they draft -----------------------------------------------------------------------------------------------
+
+
+def counting_heads() -> MedusaHeads:
+    """Heads for the counting target: of a hidden state at token x, head k's best is x + 2 + k, then x + 3 + k, ..."""
+    heads = MedusaHeads(MedusaConfig(16, 16, 3, tree=((0,),)))
+    with torch.no_grad():
+        for k, head in enumerate(heads.heads):
+            for x, rank in itertools.product(range(16), range(16)):
+                head.lm_head.weight[(x + 2 + k + rank) % 16, x] = -float(rank)  # type: ignore[union-attr, operator, index]
+    return heads
+
+
+def test_head_k_drafts_the_token_k_plus_two_after_its_hidden_state(counting: CausalLM) -> None:
+    drafter = MedusaDrafter(counting_heads(), PATHS)
+    proposals = Follower(drafter, counting, rows=3).propose([4, 5, 6], [4, 5, 6], [1, 2], depths=[9, 2, 1])
+    # The hidden state is that of 5; the root is 6; head 0 wants 7, head 1 wants 8, head 2 wants 9; rank r is r more.
+    assert proposals[0].tree.shape.parents == (-1, 0, 0, 0, 1, 1, 3, 5)
+    assert [proposal.tree.token_list for proposal in proposals] == [
+        [6, 7, 8, 9, 8, 9, 8, 9],
+        [6, 7, 8, 9, 8, 9, 8],
+        [2, 3, 4, 5],
+    ]
+
+
+def test_heads_that_are_right_are_accepted_whole_through_the_loop(counting: CausalLM) -> None:
+    drafter = MedusaDrafter(counting_heads(), [[0], [0, 0], [0, 0, 0]])
+    generation = Engine(counting, drafter).decode([0], DecodingConfig(13))
+    assert generation.tokens == tuple(range(1, 14))
+    # The prefill writes one, then three times three drafted and one written.
+    assert [(step.accepted, len(step.tokens)) for step in generation.steps] == [(0, 1), (3, 4), (3, 4), (3, 4)]
+
+
+def test_heads_of_another_target_and_trees_that_they_cannot_draft_are_refused(tiny_llama: CausalLM) -> None:
+    for width, vocab in ((8, 16), (16, 8)):
+        with pytest.raises(ValueError, match="target"):
+            opened(MedusaDrafter(MedusaHeads(MedusaConfig(width, vocab))), tiny_llama)
+    for tree, problem in (
+        ([], "the tree is empty"),
+        ([[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]], "the tree is 4 deep, but there are 3 heads"),
+        ([[16]], "the tree has rank 16: give ranks below 16"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            MedusaDrafter(random_heads(False), tree)
+
+
+def lookup(target: CausalLM, text: Sequence[int], depth: int = 99, nodes: int = 999, **settings: int) -> Proposal:
+    (proposal,) = opened(PromptLookupDrafter(**settings), target).propose([request(text, depth, nodes)])
+    return proposal
+
+
+def every_start(path: Sequence[int]) -> set[tuple[int, ...]]:
+    """Return all beginnings of a path, the path itself included."""
+    return {tuple(path[:length]) for length in range(1, len(path) + 1)}
+
+
+def naive_paths(tokens: list[int], depth: int, ngram: int, min_ngram: int, branches: int) -> set[tuple[int, ...]]:
+    """Try every suffix, longest first, against every earlier place, latest first; four places for each branch."""
+    found: set[tuple[int, ...]] = set()
+    added = 0
+    for size in range(min(ngram, len(tokens)), min_ngram - 1, -1):
+        suffix = tokens[len(tokens) - size :]
+        ends = [end for end in range(len(tokens) - 1, size - 1, -1) if tokens[end - size : end] == suffix]
+        for end in ends[: 4 * branches]:
+            piece = tokens[end:]
+            continuation = (piece * depth if len(piece) <= size else piece)[:depth]
+            if added < branches and not every_start(continuation) <= found:
+                found |= every_start(continuation)
+                added += 1
+    return found
+
+
+@given(
+    text=st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    growth=st.lists(st.integers(1, 4), max_size=8),
+    count=st.integers(1, 5),
+    ngrams=st.sampled_from([(1, 1), (1, 3), (2, 4), (3, 3)]),
+    branches=st.integers(1, 4),
+    room=st.integers(1, 6),
+)
+def test_prompt_lookup_is_the_naive_search_however_the_text_grows(
+    tiny_llama: CausalLM,
+    text: list[int],
+    growth: list[int],
+    count: int,
+    ngrams: tuple[int, int],
+    branches: int,
+    room: int,
+) -> None:
+    shortest, longest = ngrams
+    session = opened(PromptLookupDrafter(count, longest, shortest, branches), tiny_llama)
+    length = 1
+    for grown in (0, *growth):
+        length = min(length + grown, len(text))
+        (proposal,) = session.propose([request(text[:length], room)])
+        assert paths(proposal.tree) == naive_paths(text[:length], min(count, room), longest, shortest, branches)
+        assert proposal.tree.token_list[0] == text[length - 1]
+        assert proposal.kind is ProposalKind.DETERMINISTIC
+        assert branches > 1 or proposal.tree.shape.is_chain
+
+
+def test_a_proposal_tells_how_long_its_match_is_beyond_the_longest_ngram_too(tiny_llama: CausalLM) -> None:
+    assert lookup(tiny_llama, [1, 2, 3]).matched == 0
+    assert lookup(tiny_llama, [1, 2, 3, 2]).matched == 1
+    # 1 2 3 4 5 stood before, behind another token; the n-gram that found it has three tokens.
+    assert lookup(tiny_llama, [7, 1, 2, 3, 4, 5, 6, 8, 1, 2, 3, 4, 5], ngram=3).matched == 5
+    # The latest occurrence of the suffix counts, as it is the one continued: 9 4 5 there, 3 4 5 before.
+    assert lookup(tiny_llama, [3, 4, 5, 6, 9, 4, 5, 6, 3, 4, 5], ngram=2).matched == 2
+
+
+def test_a_second_branch_is_accepted_where_the_first_is_wrong(counting: CausalLM) -> None:
+    # Behind 0 there was 1 and, later, 9: the counting target wants 1 2 3, the second branch.
+    prompt = [0, 1, 2, 3, 4, 0, 9, 15]
+    steps = Engine(counting, PromptLookupDrafter(3, branches=2)).decode(prompt, DecodingConfig(5)).steps
+    assert steps[1].accepted == 3
+    assert Engine(counting, PromptLookupDrafter(3)).decode(prompt, DecodingConfig(5)).steps[1].accepted == 0

@@ -23,7 +23,7 @@ from decoding.model.fingerprint import stored_fingerprint
 from trainer.export.exporter import export
 from trainer.export.gguf import readers
 from trainer.export.task import ExportTask
-from trainer.servers.configs import compare_settings, compare_vocabularies
+from trainer.servers.diagnosis import compare_settings, compare_vocabularies
 from trainer.servers.speculator import compare_top_1, load_speculator, named_speculator
 
 TREE = ((0,), (1,), (0, 0))
@@ -209,7 +209,7 @@ def test_a_target_whose_logits_are_unknown_is_a_finding(
     def refuse(target: Any) -> None:
         raise UserError("the target does more to its logits")
 
-    monkeypatch.setattr("trainer.target.hidden.check_logits", refuse)
+    monkeypatch.setattr("trainer.target.loading.check_logits", refuse)
     source = trained(tmp_path / "run", target)
     top_1 = diagnosed(source, source, target)[-1]
     assert top_1.status == "open" and top_1.found == "the target does more to its logits"

@@ -19,7 +19,7 @@ from decoding.model.dspark_config import read_dspark_config
 from decoding.model.loading import load_dspark
 from decoding.rules.best_tree import best_tree
 from trainer.drafts.dspark import rank_accuracies
-from trainer.drafts.dspark_start import initial_dspark, mask_token, spread_taps
+from trainer.drafts.job import initial_dspark, mask_token, spread_taps
 from trainer.drafts.start import initial_draft
 from trainer.recipe.draft import DraftSection, DSparkSection
 
@@ -61,7 +61,7 @@ def test_a_draft_has_the_targets_rotary_base_and_epsilon_in_every_format(
     family: str, changes: dict[str, Any], section: dict[str, Any], theta: float, eps: float, tmp_path: Path
 ) -> None:
     pytest.importorskip("gguf", reason="a server's format is an optional extra")
-    from trainer.export.gguf_names import dspark_metadata
+    from trainer.export.gguf_vocabulary import dspark_metadata
 
     draft = started(tiny_model(family, num_hidden_layers=3, layer_types=None, **changes), **section)
     draft.save_pretrained(tmp_path)

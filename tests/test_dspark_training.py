@@ -9,10 +9,8 @@ from dspark_training import TEXTS, TURNS, objective_for, reference_terms
 from tiny_models import counting_model, tiny_model
 from torch import Tensor
 
-from trainer.data.batch import Example, collate
-from trainer.data.sequences import pack
-from trainer.drafts.blocks import labels_of, sample_blocks
-from trainer.drafts.dspark import CONFIDENCE, DSparkObjective
+from trainer.data.batch import Example, collate, pack
+from trainer.drafts.dspark import CONFIDENCE, DSparkObjective, labels_of, sample_blocks
 
 
 def gradients(objective: DSparkObjective) -> dict[str, Tensor]:

@@ -18,9 +18,9 @@ from scripted_endpoint import DROPPED, Reply, Request, ScriptedEndpoint, chat, i
 from tiny_training import write_rows
 
 from trainer.commands import regenerate as regenerate_module
-from trainer.commands.guarded import guarded
 from trainer.commands.options import RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
+from trainer.commands.usage import guarded
 from trainer.data.answers import Summary
 from trainer.data.rows import RowSource
 from trainer.servers import connection as connection_module

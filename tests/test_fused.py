@@ -27,8 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.learning import fused
 from trainer.learning.fused import Bias, fused_loss
-from trainer.learning.losses import HiddenTeacher, LossMix, SampledTailTeacher
-from trainer.learning.places import Places
+from trainer.learning.losses import HiddenTeacher, LossMix, Places, SampledTailTeacher
 from trainer.recipe.common import Divergence, Term
 
 CROSS_ENTROPY = one("cross_entropy")

@@ -27,15 +27,13 @@ from decoding.drafters import (
 )
 from decoding.drafters.base import DraftRequest, TextStart
 from decoding.drafters.growth import Growth, StaticTree
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.measure.proof.enumeration import LOSSLESS, ROOT_TOKEN, ContextModel, Draft, contexts, distance_from_target
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules.drawing import RandomSource
-from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import HistoryRows, SamplingConfig, probabilities
-from decoding.rules.tree import TokenTree, TreeShape
+from decoding.rules.tree import Proposal, ProposalKind, TokenTree, TreeShape
 from decoding.rules.verify import BLOCK_VERIFICATION, TOKEN_REJECTION, Rule, Verdict, lossless_rule
 
 PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (2, 1), (0, 1, 0), (2, 0, 0), (2, 0, 1))

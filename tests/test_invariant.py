@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from decoding.engine import Engine
 from decoding.errors import UserError
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.headstart_model import HeadstartModel
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig

@@ -1,18 +1,28 @@
 """Reading models, with every mismatch said plainly."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fake_hub import TOKEN, FakeHub, folder_on
+from fake_hub import hub as hub
+from safetensors.torch import load_file, save_file
+from tiny_dspark import tiny_dspark
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 from decoding import HeadstartModel
+from decoding.drafters import DraftModelDrafter, DSparkDrafter, HybridDrafter, MedusaDrafter
 from decoding.dtypes import DTYPES, fast_dtype, parse_dtype
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
+from decoding.model.fingerprint import stored_fingerprint
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.hub import HubName, commit_of, hub_name, local_folder, only_cached, revisions, short_name
 from decoding.model.loading import check_same_tokenizer, eos_token_ids, load_draft, load_model, load_tokenizer
+from decoding.model.vocabulary import write_output_tokens
 from trainer.commands.shared_options import LoadingOptions
 from trainer.recipe.common import TrainingSection
 
@@ -152,3 +162,216 @@ def test_a_wrong_argument_is_named_and_not_blamed_on_the_model(
 ) -> None:
     with pytest.raises(UserError, match=complaint):
         HeadstartModel.from_pretrained(str(saved(tmp_path / "target")), **options)
+
+
+MODEL = "zoe/model"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of a target, heads, a trimmed draft and a DSpark draft, none larger than 100 KB."""
+    root = tmp_path_factory.mktemp("made")
+    target = tiny_model("llama", vocab=128)
+    tokenizer = byte_tokenizer()
+    heads = MedusaHeads(MedusaConfig(target.config.hidden_size, target.config.vocab_size, 2, 1, ((0,), (0, 0))))
+    heads.save_pretrained(root / "heads")
+    for name in ("target", "draft"):
+        target.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    write_output_tokens(root / "draft", range(100))
+    tiny_dspark(CausalLM(target)).save_pretrained(root / "dspark")
+    return root
+
+
+def changed(folder: Path, other: Path) -> Path:
+    """Copy a model with weights that are all 0."""
+    other.mkdir()
+    for path in folder.iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    zeros = {name: tensor * 0 for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(zeros, other / "model.safetensors", metadata={"format": "pt"})
+    return other
+
+
+def loaded(name: str) -> torch.Tensor:
+    return load_model(name, torch.float32).get_input_embeddings().weight
+
+
+# --- the notation -----------------------------------------------------------------------------------------------------
+
+
+def test_a_revision_stands_behind_an_at_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert hub_name("zoe/model") == HubName("zoe/model", None)
+    assert hub_name("zoe/model@refs/pr/1") == HubName("zoe/model", "refs/pr/1")
+    assert short_name("zoe/model@v1") == "model@v1" and short_name("runs/x/final") == "final"
+    Path("zoe/model@v1").mkdir(parents=True)
+    assert hub_name("zoe/model@v1") is None and local_folder("zoe/model@v1") == Path("zoe/model@v1")
+
+
+@pytest.mark.parametrize("revision", ["", "../../../etc", "/etc", "a b", "a\\b", "a//b", "-x", "a:b"])
+def test_a_revision_that_would_leave_the_cache_is_refused(hub: FakeHub, revision: str) -> None:
+    with pytest.raises(ValueError, match="as revision: give ORG/NAME@ and a branch, a tag or a commit hash"):
+        local_folder(f"{MODEL}@{revision}")
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("file", ["../it.gguf", "a/../../it.gguf", "/etc/it.gguf"])
+def test_a_gguf_file_outside_its_repository_is_refused(hub: FakeHub, file: str) -> None:
+    with pytest.raises(UserError, match="which is outside the repository: give ORG"):
+        local_folder(f"{MODEL}:{file}")
+    assert hub.requests == []
+
+
+# --- by revision ------------------------------------------------------------------------------------------------------
+
+
+def test_each_revision_has_its_own_weights_and_a_moved_branch_changes_no_pinned_one(
+    hub: FakeHub, folders: Path, tmp_path: Path
+) -> None:
+    first = folder_on(hub, MODEL, folders / "target")
+    hub.repositories[MODEL].refs["v1"] = first
+    trained = loaded(f"{MODEL}@main")
+    second = folder_on(hub, MODEL, changed(folders / "target", tmp_path / "moved"))
+    assert commit_of(MODEL) == commit_of(f"{MODEL}@main") == first, "a process keeps the commit that it began with"
+    assert not loaded(f"{MODEL}@{second}").any()
+    for pinned in ("v1", first):
+        assert torch.equal(loaded(f"{MODEL}@{pinned}"), trained)
+    assert revisions({"target": f"{MODEL}@v1", "a": str(folders), "b": None}) == {"target": f"{MODEL}@{first}"}
+    assert stored_fingerprint(f"{MODEL}@{first}") == stored_fingerprint(folders / "target")
+    assert stored_fingerprint(f"{MODEL}@{second}") != stored_fingerprint(folders / "target")
+
+
+def test_target_heads_and_drafts_come_by_revision_with_all_that_belongs_to_them(hub: FakeHub, folders: Path) -> None:
+    for kind in ("target", "heads", "draft", "dspark"):
+        folder_on(hub, f"zoe/{kind}", folders / kind, branch="v1")
+        folder_on(hub, f"zoe/{kind}", folders, branch="main")  # another layout, in which nothing is found
+
+    def drafter(name: str) -> object:
+        made = HeadstartModel.from_pretrained("zoe/target@v1", name, dtype=torch.float32, device="cpu")
+        return made.drafter
+
+    assert isinstance(drafter("heads:zoe/heads@v1"), MedusaDrafter)
+    assert isinstance(drafter("dspark:zoe/dspark@v1"), DSparkDrafter)
+    trimmed = drafter("draft:zoe/draft@v1,tokens=2")
+    assert isinstance(trimmed, DraftModelDrafter) and trimmed.draft.output_tokens is not None
+    assert trimmed.draft.output_tokens.tolist() == list(range(100)), "output_tokens.json is of the revision too"
+    kinds = {"heads": MedusaDrafter, "draft": DraftModelDrafter, "dspark": DSparkDrafter}
+    for name, kind in kinds.items():
+        joined = drafter(f"zoe/{name}@v1")
+        assert isinstance(joined, HybridDrafter) and type(joined.first) is kind, "known by what it is"
+    assert load_tokenizer("zoe/target@v1").get_vocab() == byte_tokenizer().get_vocab()
+
+
+def test_weights_in_shards_of_any_name_are_fetched_and_other_layouts_are_not(
+    hub: FakeHub, folders: Path, tmp_path: Path
+) -> None:
+    folder = changed(folders / "target", tmp_path / "sharded")
+    tensors = load_file(folders / "target" / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    shards = {name: f"model-0000{place % 2 + 1}-of-00002.safetensors" for place, name in enumerate(tensors)}
+    shards["model.norm.weight"] = "the-norm.safetensors"
+    for shard in set(shards.values()):
+        save_file({name: tensors[name] for name in tensors if shards[name] == shard}, folder / shard, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    (folder / "consolidated.safetensors").write_bytes(b"another layout of the same weights")
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
+    (folder / "original").mkdir()
+    (folder / "original" / "params.json").write_text("{}")
+    folder_on(hub, MODEL, folder)
+    assert torch.equal(loaded(MODEL), tensors["model.embed_tokens.weight"])
+    fetched = {path.rsplit("/", 1)[1] for path in hub.asked("/resolve/")}
+    assert set(shards.values()) <= fetched
+    assert not fetched & {"consolidated.safetensors", "pytorch_model.bin", "params.json"}
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_cached_is_read_without_a_request_when_offline_and_by_its_commit(
+    hub: FakeHub, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = folder_on(hub, MODEL, folders / "target")
+    online = loaded(MODEL)
+    hub.requests.clear()
+    monkeypatch.setattr("decoding.model.hub._commits", {})  # as in a new process
+    assert torch.equal(loaded(f"{MODEL}@{commit}"), online)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in (MODEL, f"{MODEL}@main", f"{MODEL}@{commit}"):
+        assert torch.equal(loaded(name), online) and commit_of(name) == commit
+        load_tokenizer(name)
+    with pytest.raises(ValueError, match=r"not completely cached.*fetch it once with .*zoe/model --revision v9`"):
+        local_folder(f"{MODEL}@v9")
+    assert hub.requests == []
+
+
+def test_local_files_only_asks_nothing_of_the_hub(hub: FakeHub, folders: Path) -> None:
+    folder_on(hub, MODEL, folders / "target")
+    with pytest.raises(ValueError, match="it is not completely cached"):
+        HeadstartModel.from_pretrained(MODEL, "lookup", local_files_only=True)
+    load_tokenizer(MODEL)
+    assert hub.asked("/resolve/") and not hub.asked("safetensors"), "a tokenizer needs no weights"
+    hub.requests.clear()
+    with only_cached(), pytest.raises(ValueError, match="not completely cached"):
+        local_folder(MODEL)
+    assert hub.requests == []
+    local_folder(MODEL)
+    hub.requests.clear()
+    HeadstartModel.from_pretrained(MODEL, "lookup", local_files_only=True, dtype=torch.float32, device="cpu")
+    assert hub.requests == []
+
+
+# --- what is said when nothing comes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "name", "token", "said"),
+    [
+        ("private", MODEL, None, "that you may read: check the name; if it is private, run `hf auth login`"),
+        ("gated", MODEL, TOKEN, "it is gated: accept its terms at ADDRESS/zoe/model"),
+        (None, f"{MODEL}@v9", TOKEN, "zoe/model lacks the revision 'v9'"),
+        (None, MODEL, "hf_AnotherTokenThatIsNoneAtAll", "does not accept the token (401): run `hf auth login`"),
+        ((429, "slow down"), MODEL, TOKEN, "received too many requests (429): wait a few minutes"),
+    ],
+)
+def test_why_nothing_was_loaded_is_one_sentence_without_the_token(
+    hub: FakeHub,
+    folders: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    state: str | tuple[int, str] | None,
+    name: str,
+    token: str | None,
+    said: str,
+) -> None:
+    folder_on(hub, MODEL, folders / "target")
+    hub.repositories[MODEL].gated = state == "gated"
+    if state == "private":
+        hub.repositories[MODEL].visibility = "private"
+    if isinstance(state, tuple):
+        hub.failures[f"/api/models/{MODEL}/revision/main"] = state
+    if token is None:
+        monkeypatch.delenv("HF_TOKEN")
+        monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(folders / "no-token"))
+    else:
+        monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(ValueError, match=f"{name!r} cannot be loaded") as raised:
+        load_model(name)
+    sentence = str(raised.value)
+    assert said.replace("ADDRESS", hub.address) in sentence and "\n" not in sentence
+    assert raised.value.__context__ is None, "it would hold the request, and its header"
+    assert all(
+        (token or TOKEN) not in text for text in (repr(raised.value), *(request.path for request in hub.requests))
+    )
+
+
+def test_a_hub_out_of_reach_is_named_and_the_cache_is_read_meanwhile(
+    hub: FakeHub, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = folder_on(hub, MODEL, folders / "target")
+    local_folder(MODEL)
+    monkeypatch.setattr("decoding.model.hub._commits", {})
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://zoe:password@127.0.0.1:1")
+    assert commit_of(MODEL) == commit
+    with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:1 cannot be reached \(ConnectError\)") as raised:
+        local_folder("zoe/other")
+    assert "password" not in str(raised.value)

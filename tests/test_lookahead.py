@@ -10,10 +10,9 @@ from tiny_models import counting_model, full_forward
 from torch import Tensor
 
 from decoding.drafters import LookaheadDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
-from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.tree import Proposal, ProposalKind
 
 
 def target_logits(target: CausalLM, text: Sequence[int], proposal: Proposal) -> Tensor:

@@ -3,18 +3,28 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import counting_model, full_forward, tiny_model
-from tiny_training import Recorder, medusa_on, train_toy
+from tiny_training import Recorder, medusa_on, recipe_content, tiny_tokenizer, train_toy, write_corpus, write_target
+from torch import Tensor
+from torch.nn import functional as F
 
 from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaHeads
+from decoding.model.loading import load_model
 from trainer.data.batch import Batch, Example, collate
+from trainer.data.dataset import Dataset
 from trainer.heads.medusa import HeadInputs, HeadLabels, MedusaObjective
+from trainer.heads.medusa2 import TARGET_FOLDER, Medusa2Objective
 from trainer.recipe.common import LossSection
-from trainer.recipe.heads import HeadsSection
-from trainer.target.hidden import OnlineTarget
+from trainer.recipe.heads import AdaptersSection, HeadsSection
+from trainer.recipe.reading import parse_recipe
+from trainer.run.heldout import Evaluator
+from trainer.run.train import run_recipe
+from trainer.target.loading import OnlineTarget
 
 COUNTING = Example(tuple(i % 16 for i in range(20)), (True,) * 20, 0)
 HEADS = HeadsSection(num_heads=3)
@@ -147,3 +157,120 @@ def test_heads_start_from_a_folder_of_others(tmp_path: Path, counting: CausalLM)
     assert {parameter.dtype for parameter in again.module.parameters()} == {torch.float32}
     with pytest.raises(ValueError, match=r"have num_heads 3 and not 4: change the recipe's heads section"):
         medusa_on(counting, HeadsSection(num_heads=4, init=str(tmp_path)))
+
+
+TWO_HEADS = HeadsSection(num_heads=2, decay=0.5)
+TEXT = Example((3, 1, 4, 1, 5, 9, 2, 6, 5, 3), (False,) * 3 + (True,) * 7, 3)
+
+
+def objective_on(
+    target: CausalLM, heads: HeadsSection = TWO_HEADS, steps: int = 10, **adapters: Any
+) -> Medusa2Objective:
+    section = AdaptersSection.model_validate({"rank": 2, "dropout": 0.0, **adapters})
+    return Medusa2Objective(target, tiny_tokenizer(), heads, section, steps)
+
+
+def trained(objective: Medusa2Objective) -> dict[str, Tensor]:
+    return {name: p for name, p in objective.module.named_parameters() if p.requires_grad}
+
+
+def adapters(objective: Medusa2Objective) -> dict[str, Tensor]:
+    return {name: p for name, p in trained(objective).items() if name.startswith("model.")}
+
+
+def loss_of(objective: Medusa2Objective, step: int = 5, weights: Tensor | None = None) -> Tensor:
+    total: Tensor = objective.module(*objective.inputs(collate([TEXT]), step), weights).total
+    return total
+
+
+def disturb(objective: Medusa2Objective) -> None:
+    """Move the adapters away from the nothing they start as."""
+    with torch.no_grad():
+        for parameter in adapters(objective).values():
+            parameter.add_(0.3 * torch.randn(parameter.shape))
+
+
+def test_adapters_sit_on_every_linear_layer_but_the_lm_head_and_are_all_that_is_trained_of_the_target() -> None:
+    model = tiny_model("llama")
+    objective = objective_on(CausalLM(model))
+    layers = {name.split(".lora_")[0].rpartition(".")[2] for name in adapters(objective)}
+    assert layers == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert len(adapters(objective)) == 2 * 7 * 2
+    assert len(trained(objective)) == len(adapters(objective)) + 2 * 3
+
+
+def test_the_joint_gradient_is_that_of_the_plain_computation() -> None:
+    """Losses read inside the lm_head's forward, against the same from the model's own output."""
+    model = tiny_model("llama")
+    objective = objective_on(CausalLM(model), gradient_checkpointing=False)
+    disturb(objective)
+    names, parameters = zip(*adapters(objective).items(), strict=True)
+    fused = torch.autograd.grad(loss_of(objective), parameters)
+    output = model(input_ids=torch.tensor([TEXT.tokens.tolist()]), use_cache=False, output_hidden_states=True)
+    hidden, labels = output.hidden_states[-1][0], torch.tensor(TEXT.tokens.tolist())
+    loss = F.cross_entropy(output.logits[0, 2:-1], labels[3:], reduction="sum")
+    for k, head in enumerate(objective.module.heads.heads.heads):
+        loss = loss + F.cross_entropy(head(hidden[1 - k : -(k + 2)]), labels[3:], reduction="sum")
+    for name, ours, plain in zip(names, fused, torch.autograd.grad(loss, parameters), strict=True):
+        assert torch.allclose(ours, plain, rtol=1e-3, atol=1e-4), name
+
+
+def test_the_heads_go_first_and_then_adapters_join() -> None:
+    objective = objective_on(CausalLM(tiny_model("llama")), heads_first_steps=3, heads_weight=0.2, base_weight=0.7)
+    assert objective.weights(2) == (1, 0.5, 0)
+    assert objective.weights(3) == pytest.approx((0.2, 0.1, 0.7))
+    assert objective.rates(2) == {"heads.": 4, "": 0} and objective.rates(3) == {"heads.": 4, "": 1}
+    loss_of(objective, step=2, weights=torch.tensor([1.0, 1.0, 0.0])).backward()
+    assert all(not parameter.grad.any() for parameter in adapters(objective).values())  # there, and zero
+    assert all(name.startswith(("heads.", "model.")) for name in trained(objective))
+
+
+def test_training_moves_no_weight_of_the_target_and_no_adapter_before_its_time(tmp_path: Path) -> None:
+    model = counting_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    objective = objective_on(CausalLM(model), steps=8, heads_first_steps=4)
+    at_start = {name: p.detach().clone() for name, p in trained(objective).items()}
+    texts = [Example(tuple((start + i) % 16 for i in range(20)), (True,) * 20, 0) for start in range(8)]
+    recorder, still = Recorder(), []
+    recorder.actions[4] = lambda: still.append(all(torch.equal(p, at_start[n]) for n, p in adapters(objective).items()))
+    train_toy(tmp_path, objective, recorder, texts, steps=8)
+    assert still == [True]
+    assert all(not torch.equal(p, at_start[name]) for name, p in trained(objective).items() if "lora_B" in name)
+    after = {name.replace("base_layer.", ""): tensor for name, tensor in model.state_dict().items()}
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_merged_target_is_the_adapted_one_and_its_heads_lie_beside_it(tmp_path: Path, tied: bool) -> None:
+    model = tiny_model("llama", tie_word_embeddings=tied)
+    objective = objective_on(CausalLM(model))
+    disturb(objective)
+    objective.module.eval()
+    expected = full_forward(model, TEXT.tokens.tolist())
+    objective.save(tmp_path)
+    merged = load_model(str(tmp_path / TARGET_FOLDER), torch.float32)
+    assert torch.allclose(full_forward(merged, TEXT.tokens.tolist()), expected, atol=1e-4)
+    assert torch.equal(full_forward(model, TEXT.tokens.tolist()), expected)  # merging was done on a copy
+    assert MedusaHeads.from_pretrained(tmp_path).config.num_heads == 2
+    assert (merged.get_output_embeddings().weight is merged.get_input_embeddings().weight) == tied
+
+
+def test_the_tree_is_chosen_on_texts_of_the_target_as_it_decodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole run: no dropout and no checkpointing may be on when the target writes the texts that fit the tree."""
+    write_target(tmp_path / "target")
+    write_corpus(tmp_path)
+    content = recipe_content(tmp_path, "medusa", steps=2) | {
+        "heads": {"num_heads": 2},
+        "adapters": {"rank": 2, "dropout": 0.5},
+    }
+    seen = []
+
+    def greedy_texts(self: Evaluator, dataset: Dataset) -> list[tuple[tuple[int, ...], int]]:
+        seen.append((any(module.training for module in self.target.model.modules()), dataset.path))
+        return [((1, 2, 3, 4, 5, 6), 2)]
+
+    monkeypatch.setattr(Evaluator, "greedy_texts", greedy_texts)
+    run_recipe(parse_recipe(content))
+    assert seen == [(False, content["data"]["train"])]  # not the held-out texts, on which the heads are evaluated

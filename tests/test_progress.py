@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from trainer.terminal.progress import ProgressBar
+from trainer.terminal.console import ProgressBar
 
 
 class Clock:

@@ -9,8 +9,7 @@ from test_vocabulary import KEPT, PROMPTS, drafters
 from tiny_models import full_forward, naive_greedy, tiny_model
 
 from decoding.dtypes import quantised
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.model.vocabulary import trimmed_vocabulary
 

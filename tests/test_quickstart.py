@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from test_gguf import byte_level
-from test_gguf_target import write
+from test_gguf import byte_level, write
 from trained_pair import CHAT
 from typer.testing import CliRunner
 

@@ -8,8 +8,7 @@ from tiny_models import full_forward, tiny_model
 from transformers import PreTrainedModel
 
 from decoding.drafters import DraftModelDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.reference import speculate
 from decoding.rules.sampling import SamplingConfig

@@ -22,13 +22,13 @@ from decoding.drafters.base import DraftRequest
 from decoding.drafters.draft_model import DraftModelSession
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_tokenizer
-from decoding.rules.proposal import Proposal
+from decoding.rules.tree import Proposal
 from trainer.commands.options import RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
 from trainer.data.answers import AnsweredConversation, AnswerFile, Outcome, Summary
 from trainer.data.conversations import AnswerKey, OpenConversation, answer_message
 from trainer.data.dataset import load_dataset
-from trainer.files.lock import hold_file
+from trainer.files.folders import hold_file
 from trainer.recipe.common import DataSection
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_chat import FUNCTION, MARKED, SHOWN, load, text
 from test_questions import text as spelled
 from test_questions import user
-from test_tools import FUNCTION, MARKED, SHOWN, load, text
 from tiny_models import counting_model
 from tiny_tokenizer import TOOL_TEMPLATE, byte_tokenizer
 from tiny_training import write_rows

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from tiny_training import Recorder, ToyObjective, toy_examples, train_toy
 
-from trainer.data.batch import Example, batch_indices
-from trainer.data.source import Offline, PlacedExample
+from trainer.data.batch import Example, Offline, PlacedExample, batch_indices
 
 DATA = toy_examples(5)
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from decoding.drafters import Drafter, DraftSession
 from decoding.drafters.base import DraftRequest, TextStart
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig, Generation
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.model.forward import ModelOutput
 from decoding.policies import Budget
-from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
+from decoding.rules.tree import Proposal, ProposalKind
+from decoding.text import Generation
 
 PROMPTS = ([3, 1, 4, 1, 5], [7], [2, 7, 1, 8] * 6, [6, 6], [9, 8, 7, 6, 5, 4, 3, 2, 1], [0])
 COUNT = 14

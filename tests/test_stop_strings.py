@@ -1,19 +1,19 @@
 """Stop strings end a text where transformers' `generate` ends it, for each kind of tokenizer."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from test_chat import tokenizers_by_kind
-from tiny_models import tiny_model
+from tiny_models import naive_greedy, tiny_model
 from transformers import PreTrainedTokenizerFast, StopStringCriteria
 
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
-from decoding.stream import decode_text, stream_pieces
-from decoding.text import StopCheck
+from decoding.speculation import speculate
+from decoding.text import StopCheck, decode_text, stream_pieces
 
 STRINGS = [
     "a",
@@ -72,3 +72,35 @@ def test_a_streamed_text_ends_at_a_stop_string_that_begins_in_the_prompt() -> No
     stop = str(tokenizer.decode([*prompt, *free[:2]])).removeprefix("<s>")
     steps = engine.steps(prompt, DecodingConfig(6, stop_strings=(stop,)))
     assert "".join(piece.text for piece in stream_pieces(steps, tokenizer)) == decode_text(free[:2], tokenizer)
+
+
+CONFIG = DecodingConfig(max_new_tokens=4)
+WAYS: dict[str, Callable[[CausalLM, Any], Any]] = {
+    "one prompt": lambda target, prompt: Engine(target).decode(prompt, CONFIG),
+    "a batch": lambda target, prompt: Engine(target).decode([prompt], CONFIG, batch_size=1),
+    "speculate": lambda target, prompt: speculate(target, None, [prompt], max_new_tokens=4, pad_token_id=0),
+}
+WRONG = {
+    "a text": ("ab c", r"a prompt is 'ab c', not a list of token ids: give tokenizer\(text\)\['input_ids'\]"),
+    "a number": (3, "a prompt is 3, not a list of token ids"),
+    "floats": ([1, 2.0], "a prompt contains 2.0, a float, but token ids are integers"),
+    "beyond the vocabulary": ([1, 16], r"token 16 is outside the target's vocabulary \(0 to 15\): use the target's"),
+    "negative": ([-1], r"token -1 is outside the target's vocabulary \(0 to 15\)"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_token_id_is_refused_with_the_way_to_get_some(tiny_llama: CausalLM, way: str, case: str) -> None:
+    prompt, complaint = WRONG[case]
+    with pytest.raises(ValueError, match=complaint) as error:
+        WAYS[way](tiny_llama, prompt)
+    assert "\n" not in str(error.value)
+
+
+def test_numpys_integers_and_lists_of_tensors_are_ids(tiny_llama: CausalLM) -> None:
+    prompt = torch.tensor([3, 1, 4])
+    expected = naive_greedy(tiny_llama.model, (3, 1, 4), 4)
+    assert Engine(tiny_llama).decode(list(prompt.numpy()), CONFIG).tokens == tuple(expected)
+    (generation,) = speculate(tiny_llama, None, [prompt], max_new_tokens=4, eos_token_ids=()).generations
+    assert generation.tokens == tuple(expected)

@@ -1,7 +1,6 @@
 """Tokens to text as they come, and running figures with prefills apart."""
 
-from decoding.generate import Step
-from decoding.stream import Detokenizer, Piece, Tally, stream_pieces
+from decoding.text import Detokenizer, Piece, Step, Tally, stream_pieces
 
 PREFILL = Step((7,), 0, 0, 0, 0.0, 0.5, 0.75, is_prefill=True)
 LONG = Step((1, 2, 3), 2, 4, 4, 0.25, 0.5, 1.0)

@@ -15,8 +15,7 @@ from rich.text import Text
 from test_stream import Utf8
 from tiny_training import recipe_content, write_corpus, write_target
 
-from decoding.generate import Step
-from decoding.stream import Tally
+from decoding.text import Step, Tally
 from trainer.recipe.reading import parse_recipe
 from trainer.run.train import run_recipe
 from trainer.terminal.console import say, say_error, standard_output

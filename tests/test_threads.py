@@ -38,7 +38,7 @@ def test_the_command_and_the_script_set_it_before_torch_is_loaded() -> None:
     """Both call `guarded` with the work that loads torch; nothing that is imported before loads it."""
     program = (
         "import os, sys\n"
-        "from trainer.commands.guarded import guarded\n"
+        "from trainer.commands.usage import guarded\n"
         "assert 'torch' not in sys.modules and 'GOMP_SPINCOUNT' not in os.environ\n"
         "class Finder:\n"
         "    def find_spec(self, name, path=None, target=None):\n"

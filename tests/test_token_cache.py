@@ -12,13 +12,12 @@ import pytest
 from reference_data import Plain, reference_examples
 from tiny_training import CHAT_TEMPLATE, WORDS, tiny_tokenizer, write_rows
 
-from trainer.data import encoding, token_cache
+from trainer.data import dataset, encoding
 from trainer.data.batch import Example
 from trainer.data.chat import TranscriptEncoder
-from trainer.data.dataset import load_dataset
+from trainer.data.dataset import cache_folder, fingerprint, load_dataset
 from trainer.data.rows import open_source
-from trainer.data.token_cache import cache_folder, fingerprint
-from trainer.files.shards import digest_of_each
+from trainer.files.folders import digest_of_each
 from trainer.recipe.common import DataSection
 
 UNMARKED = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
@@ -28,8 +27,8 @@ UNMARKED = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgenerati
 def _a_cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for the few rows of a test."""
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(token_cache, "_FEW_BYTES", -1)
-    monkeypatch.setattr(token_cache, "_FEW_ROWS", -1)
+    monkeypatch.setattr(dataset, "_FEW_BYTES", -1)
+    monkeypatch.setattr(dataset, "_FEW_ROWS", -1)
     monkeypatch.setattr(encoding, "_START", "fork")
 
 
@@ -93,14 +92,14 @@ def test_the_sequences_are_the_references_from_any_cache_and_any_number_of_proce
     read = load_dataset(path, asked, tokenizer)
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "other"))
     shared = load_dataset(path, asked.model_copy(update={"num_proc": 2}), tokenizer)
-    monkeypatch.setattr(token_cache, "_FEW_BYTES", 1 << 20)
+    monkeypatch.setattr(dataset, "_FEW_BYTES", 1 << 20)
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "none"))
     kept = load_dataset(path, asked, tokenizer)
     assert not (tmp_path / "none").exists(), "few rows leave no file"
-    for dataset in (written, read, shared, kept):
-        assert plain(dataset.examples) == expected and plain(dataset.firsts) == firsts
-        assert dataset.account == written.account and dataset.describe() == written.describe()
-        assert list(dataset.account.formats) == list(written.account.formats), "in the order of the rows"
+    for each in (written, read, shared, kept):
+        assert plain(each.examples) == expected and plain(each.firsts) == firsts
+        assert each.account == written.account and each.describe() == written.describe()
+        assert list(each.account.formats) == list(written.account.formats), "in the order of the rows"
     assert written.account.tokens == sum(len(each.tokens) for each in expected)
     assert written.account.trained_tokens == sum(sum(each.trained) for each in expected)
     assert written.account.bad_rows and written.account.truncated and written.account.skipped
@@ -131,7 +130,7 @@ def test_a_cached_file_is_found_again_only_for_what_gives_the_same_sequences(tmp
 
     changes_none = {"train", "heldout", "split", "heldout_split", "packing", "num_proc", "source", "license"}
     elsewhere = {"chat_template", "streaming"}  # in the file's digest, in the source's
-    assert {*token_cache._DECIDES} | changes_none | elsewhere == {*DataSection.model_fields}, "a new field: which?"
+    assert {*dataset._DECIDES} | changes_none | elsewhere == {*DataSection.model_fields}, "a new field: which?"
     base = of()
     assert base == of(packing=True, num_proc=4, license="mit", split="other"), "none of them decides a sequence"
     changed: dict[str, Any] = {
@@ -142,7 +141,7 @@ def test_a_cached_file_is_found_again_only_for_what_gives_the_same_sequences(tmp
         "text_field": "body",
     }
     changed |= {"prompt_field": "question", "answer_field": "answer", "chat_template_kwargs": {"effort": 1}}
-    assert changed.keys() == {*token_cache._DECIDES}
+    assert changed.keys() == {*dataset._DECIDES}
     other_words = (*WORDS[:4], *WORDS[5:], WORDS[4])
     found = [
         base,

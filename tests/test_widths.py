@@ -10,7 +10,7 @@ from decoding.measure.proof.finding import Finding, judged, undecided
 from decoding.measure.proof.reference import EngineText
 from trainer.servers.client import ServedModel
 from trainer.servers.connection import Endpoint
-from trainer.servers.widths import CHECK, Scorer, explained, rounding_or_rule
+from trainer.servers.texts import CHECK, Scorer, explained, rounding_or_rule
 
 PROMPT, FORCED, EOS = (7, 8, 9), 5, (0, 6)
 TEXT = EngineText(PROMPT, (1, 1, 1, 1, 1, 1, 2, 1, 1, 0))

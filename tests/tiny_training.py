@@ -18,15 +18,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from decoding.drafters import Drafter
 from decoding.model.causal_lm import CausalLM
-from trainer.data.batch import Batch, Example
-from trainer.data.source import BatchSource, Offline
+from trainer.data.batch import Batch, BatchSource, Example, Offline
 from trainer.heads.medusa import MedusaObjective
 from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.heads import HeadsSection
 from trainer.run.checkpoint import Checkpoints, Progress
 from trainer.run.loop import Hooks, train
-from trainer.target.hidden import OnlineTarget
+from trainer.target.loading import OnlineTarget
 
 WORDS = ("<unk>", "<eos>", "<user>", "<assistant>", *"abcdefghijkl")
 """Word i is token i: <eos> is 1, <user> 2, <assistant> 3, a 4, b 5, ... l 15."""

@@ -128,7 +128,7 @@ def generate(options: option_sets.GenerateOptions) -> bool:
     Accepted draft tokens are green, the target's are bold. Only the text goes to standard output.
     """
     with waiting("starting"):
-        from trainer.commands.generate import run_generate
+        from trainer.commands.chat import run_generate
 
     return run_generate(replace(options, prompt=sys.stdin.read()) if options.prompt == "-" else options)
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from trainer.data.batch import BatchSource, Offline
 from trainer.data.dataset import Dataset
-from trainer.data.source import BatchSource, Offline
-from trainer.files.shards import digest_of_each
+from trainer.files.folders import digest_of_each
 from trainer.learning.objective import Objective
 from trainer.processes import Process
 from trainer.recipe.heads import MedusaRecipe

@@ -12,9 +12,8 @@ from torch import Tensor
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
 from decoding.rules.drawing import GeneratorSource
-from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import History, HistoryRows, SamplingConfig
-from decoding.rules.tree import TokenTree
+from decoding.rules.tree import Proposal, ProposalKind, TokenTree
 
 
 @dataclass(frozen=True)

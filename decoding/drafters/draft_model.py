@@ -10,8 +10,8 @@ from decoding.drafters.draft_state import DraftState, StateSession
 from decoding.drafters.growth import ChildLogits, Growth, StaticTree
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
-from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
+from decoding.rules.tree import Proposal, ProposalKind
 
 
 class DraftModelDrafter(Drafter):
@@ -39,9 +39,8 @@ class DraftModelDrafter(Drafter):
         return frozenset({self.growth.kind(sampling)})
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "DraftModelSession":
-        return DraftModelSession(
-            self.growth, DraftState(self.draft, target, sampling, rows, max_length, self.max_nodes)
-        )
+        state = DraftState(self.draft, target, sampling, rows, max_length, self.max_nodes)
+        return DraftModelSession(self.growth, state)
 
 
 class DraftModelSession(StateSession):

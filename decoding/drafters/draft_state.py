@@ -153,9 +153,7 @@ class DraftState:
     def run_level(self, trees: Sequence[TokenTree], first: Sequence[int]) -> list[Tensor]:
         """Run each tree's nodes from ``first`` on; return their logits, (nodes, vocab) for each row."""
         logits = self.over_target_vocabulary(self.draft.verify(trees, self.cache, first).logits)
-        return [
-            logits[row, : len(tree) - skipped] for row, (tree, skipped) in enumerate(zip(trees, first, strict=True))
-        ]
+        return [logits[row, : len(tree) - left] for row, (tree, left) in enumerate(zip(trees, first, strict=True))]
 
     def over_target_vocabulary(self, logits: Float[Tensor, "*rows draft_vocab"]) -> Float[Tensor, "*rows vocab"]:
         """Map the draft's logits to the *target's* vocabulary.

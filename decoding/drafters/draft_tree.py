@@ -14,9 +14,8 @@ from decoding.drafters.draft_state import DraftState, StateSession, shared_token
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
-from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import HistoryRows, SamplingConfig, adjusted_logits, probabilities
-from decoding.rules.tree import TokenTree, TreeShape
+from decoding.rules.tree import Proposal, ProposalKind, TokenTree, TreeShape
 
 
 class DraftTreeDrafter(Drafter):

@@ -11,8 +11,8 @@ from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSpark, DSparkDraft, TextKeys
 from decoding.policies import Budget
-from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
+from decoding.rules.tree import Proposal, ProposalKind
 
 
 class DSparkDrafter(Drafter):

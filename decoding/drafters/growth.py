@@ -15,9 +15,8 @@ from decoding.errors import UserError
 from decoding.model.markov import MarkovBias
 from decoding.policies import Budget
 from decoding.rules.drawing import draw_rows_without_replacement
-from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import HistoryRows, SamplingConfig, adjusted_logits, best_tokens, probabilities
-from decoding.rules.tree import TokenTree, TreeShape
+from decoding.rules.tree import Proposal, ProposalKind, TokenTree, TreeShape
 
 Cut = tuple[TreeShape, tuple[int, ...]]
 """A shape, and the rank of every drafted node among its parent's best tokens (from 0)."""

@@ -16,9 +16,8 @@ from decoding.drafters.base import Drafter, DraftRequest, DraftSession, TextStar
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
-from decoding.rules.proposal import DrawnPart, Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import TokenTree, TokenTrie, fetch_tokens
+from decoding.rules.tree import DrawnPart, Proposal, ProposalKind, TokenTree, TokenTrie, fetch_tokens
 
 _PRIOR_TRIALS = 4.0
 """Weight of a prior, in trials. A text's mean has a prior, and is itself the prior of each match length's mean."""

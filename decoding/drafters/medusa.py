@@ -11,8 +11,8 @@ from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads, StackedHeads
 from decoding.policies import Budget
-from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
+from decoding.rules.tree import Proposal, ProposalKind
 
 
 class MedusaDrafter(Drafter):

@@ -11,9 +11,8 @@ from decoding.drafters.base import DraftRequest, TextDrafter, TextSession, TextS
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
-from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import TokenTrie
+from decoding.rules.tree import Proposal, ProposalKind, TokenTrie
 
 
 class PromptLookupDrafter(TextDrafter):

@@ -15,9 +15,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from decoding.drafters.base import Drafter
-from decoding.engine import Engine
 from decoding.errors import UserError
-from decoding.generate import DecodingConfig, check_prompt
+from decoding.generate import DecodingConfig, Engine
 from decoding.measure.figures import PLAIN
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.methods import EvaluationConfig, Method, Run
@@ -29,6 +28,7 @@ from decoding.measure.rows import figures_of
 from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import measure_costs
+from decoding.text import check_prompt
 
 
 def cells_of(config: EvaluationConfig) -> list[GridCell]:
@@ -225,7 +225,7 @@ def evaluate(
     if not prompts:
         raise UserError("the list of prompts is empty: give at least one")
     for prompt in prompts:  # before the first run, not after an hour
-        check_prompt(target, prompt, DecodingConfig(config.max_new_tokens))
+        check_prompt(target, prompt, config.max_new_tokens)
     measurement = Measurement(target, methods, TokenPrompts(prompts), config)
     measurement.run()
     return report_of(measurement)

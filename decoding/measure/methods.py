@@ -13,17 +13,17 @@ from transformers.generation.streamers import BaseStreamer
 
 from decoding.drafters.base import Drafter
 from decoding.drafters.draft_model import DraftModelDrafter
-from decoding.engine import Engine
 from decoding.errors import UserError
-from decoding.generate import DecodingConfig, Generation
+from decoding.generate import DecodingConfig, Engine
 from decoding.measure.figures import PLAIN, TRANSFORMERS
 from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
 from decoding.model.forward import in_eval_mode
 from decoding.policies import FIXED, named_policy
-from decoding.rules.proposal import ProposalKind
 from decoding.rules.sampling import SamplingConfig
+from decoding.rules.tree import ProposalKind
 from decoding.rules.verify import Rule, lossless_rule_for, typical_acceptance
+from decoding.text import Generation
 
 _ASSISTED = "transformers assisted"
 SETTINGS = ("greedy", "sampling", "typical")

@@ -7,14 +7,13 @@ from operator import attrgetter
 
 from transformers import PreTrainedTokenizerBase
 
-from decoding.generate import Step
 from decoding.measure.figures import value_of
 from decoding.measure.measurement import Measurement, cells_of
 from decoding.measure.methods import Run
 from decoding.measure.records import GridCell, RunKey
 from decoding.measure.redact import without_secrets
 from decoding.measure.results import ReportRow, Sample
-from decoding.stream import stream_pieces
+from decoding.text import Step, stream_pieces
 
 _PROMPT_CHARACTERS = 400
 _OF_A_SETTING = 2

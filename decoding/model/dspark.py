@@ -1,11 +1,11 @@
 """DSpark drafts (2607.05147): a block of tokens in one forward, from the target's states after several layers.
 
 The draft reads the text only as keys and values, computed from the target's states at its tokens
-(`decoding.model.taps`). The newest token and K - 1 masks run as one block, attend to these keys and to one another, and
-predict the next K tokens. A `MarkovBias` makes each distribution conditional on the previous token. The draft uses the
-target's embedding and lm_head. Without a bias it is DFlash (2602.06036). A draft may write frequent tokens only: its
-lm_head then has their rows, and ``d2t`` the difference from each row's number to its token (as in speculators). Folders
-have DeepSpec's flat form. vLLM and SGLang load this form; llama.cpp loads a GGUF made from it.
+(`decoding.model.forward`). The newest token and K - 1 masks run as one block, attend to these keys and to one another,
+and predict the next K tokens. A `MarkovBias` makes each distribution conditional on the previous token. The draft uses
+the target's embedding and lm_head. Without a bias it is DFlash (2602.06036). A draft may write frequent tokens only:
+its lm_head then has their rows, and ``d2t`` the difference from each row's number to its token (as in speculators).
+Folders have DeepSpec's flat form. vLLM and SGLang load this form; llama.cpp loads a GGUF made from it.
 """
 
 import json
@@ -24,7 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, rot
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_config import REMEDY, DSparkConfig, read_dspark_config
-from decoding.model.lm_head import OutputLayer, unscaled_embeddings
+from decoding.model.forward import OutputLayer, unscaled_embeddings
 from decoding.model.markov import MarkovBias
 from decoding.model.stored import (
     CONFIG_NAME,

@@ -1,18 +1,192 @@
-"""One pass of a transformers model over this project's cache, and its outputs."""
+"""One pass of a transformers model over this project's cache: its two ends, the taps on its layers, and its outputs.
+
+The two ends are the embedding of the input tokens, and the lm_head with the last hidden state. Every architecture names
+these layers (`get_input_embeddings`, `get_output_embeddings`), so no family-specific code is needed. Decoding and
+training access them only through this module. Taps are the residual stream after selected layers, before any norm.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import ExitStack, contextmanager, nullcontext
+from threading import get_ident
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from decoding.errors import UserError
 from decoding.model.attention import copy_free_attention
-from decoding.model.lm_head import capture_lm_head_input
-from decoding.model.taps import capture_taps
+
+Result = TypeVar("Result")
+
+
+class OutputLayer(nn.Linear):
+    """Linear layer from hidden states to the vocabulary, for anything trained on a target."""
+
+    def forward(self, hidden: Tensor, read: Callable[[Tensor, Tensor], Any] = F.linear) -> Any:
+        """Return ``read(hidden, weight)``: by default the logits.
+
+        A loss that needs the weight is passed as ``read``: sharded training gathers the weight for this call only.
+        """
+        return read(hidden, self.weight)
+
+
+def unscaled_embeddings(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Return the embeddings of tokens, on the tokens' device, without the factor by which some families scale them."""
+    weight: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]  # nn.Module's getattr
+    return F.embedding(tokens.to(weight.device), weight).to(tokens.device)
+
+
+def _lm_head(model: nn.Module) -> nn.Linear:
+    layer: nn.Linear = model.get_output_embeddings()  # type: ignore[operator]  # nn.Module's getattr
+    return layer
+
+
+@contextmanager
+def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
+    """Collect the lm_head's input, (batch, positions, hidden), in this thread's forwards of the model in the context.
+
+    With ``select`` the lm_head reads only ``select(hidden)``, to save unneeded logits. The captured tensor is always
+    the whole input.
+    """
+    captured: list[Tensor] = []
+    thread = get_ident()
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if get_ident() != thread:  # another thread's forward of the same model
+            return None
+        captured.append(args[0])
+        # Contiguous: torch multiplies a strided slice by a frozen weight in batches over copies of it, far more slowly.
+        return (select(args[0]).contiguous(), *args[1:]) if select else None
+
+    with hooked(_lm_head(model).register_forward_pre_hook, hook):
+        yield captured
+
+
+@contextmanager
+def hooked(register: Callable[[Any], Any], hook: Callable[..., Any]) -> Iterator[None]:
+    """Register a hook inside the context, and remove it even if interrupted: else it would spoil later forwards."""
+    handle = None
+    try:
+        handle = register(hook)
+        yield
+    finally:
+        try:
+            if handle is not None:
+                handle.remove()
+        finally:  # an interrupt may have prevented the removal
+            if handle is not None:
+                handle.remove()
+
+
+@contextmanager
+def replaced_forward(layer: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace a layer's forward inside the context."""
+    own = vars(layer).get("forward")  # a launcher may have set one on the instance
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del layer.forward
+        else:
+            layer.forward = own
+
+
+def last_position(hidden: Float[Tensor, "batch positions hidden"]) -> Float[Tensor, "batch 1 hidden"]:
+    """Select the last position of each row."""
+    return hidden[:, -1:]
+
+
+def lm_head_input(model: nn.Module, inputs: Mapping[str, Any]) -> Float[Tensor, "batch positions hidden"]:
+    """Run ``model(**inputs)`` without a cache; return the input of its lm_head, on the lm_head's device.
+
+    The lm_head computes the logits of the last position only.
+    """
+    with capture_lm_head_input(model, last_position) as captured:
+        model(**inputs, use_cache=False)
+    return captured[0]
+
+
+def run_in_lm_head(model: nn.Module, hidden: Tensor, work: Callable[[Tensor, Tensor], Result]) -> Result:
+    """Call the lm_head on ``hidden`` with ``work(hidden, weight)`` instead of its forward; return the work's result.
+
+    A loss computed from the lm_head's weight must be the layer's own result. Launchers shard the weight and gather it
+    around the layer's forward; in the backward pass DeepSpeed's ZeRO-3 gathers it only for that result's gradient.
+    """
+    layer: Any = _lm_head(model)
+    with replaced_forward(layer, lambda hidden: work(hidden, layer.weight)):
+        result: Result = layer(hidden)
+    return result
+
+
+def layers_of(model: nn.Module, count: int) -> nn.ModuleList:
+    """Return a model's list of ``count`` layers, under any name; raise UserError if there is none.
+
+    The text decoder is searched first, because a vision tower may have as many layers.
+    """
+    decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else None
+    parts = (model,) if decoder is None else (decoder, model)
+    modules = (module for part in parts for module in part.modules())
+    for module in modules:  # lists inside a layer, such as experts, come after the list of layers
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module  # stop early, because every step searches
+    raise UserError(f"{type(model).__name__} does not keep its {count} layers in a list: give another target")
+
+
+@contextmanager
+def capture_taps(
+    model: nn.Module, count: int, taps: Sequence[int]
+) -> Iterator[list[Float[Tensor, "batch positions taps"]]]:
+    """Collect the outputs of layers ``taps`` (increasing, from 0) out of ``count``, in this thread's forwards.
+
+    The outputs equal transformers' ``hidden_states[tap + 1]``, except for the last layer, whose entry in transformers
+    is taken after the final norm. Each forward in the context adds one tensor in which each position's states are
+    concatenated. Without taps nothing is collected.
+    """
+    found: list[Tensor] = []
+    parts: dict[int, Tensor] = {}
+    thread = get_ident()
+
+    def hook_of(tap: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if get_ident() != thread:  # another thread's forward of the same model
+                return
+            parts[tap] = output if isinstance(output, Tensor) else output[0]
+            if parts[tap].ndim > 3:
+                raise UserError(
+                    f"layers of {type(model).__name__} output several streams: train heads or an ordinary draft on it"
+                )
+            if tap == taps[-1]:
+                place = parts[tap].device  # layers may be on several devices
+                found.append(torch.cat([parts[each].to(place) for each in taps], -1))
+                parts.clear()
+
+        return hook
+
+    with ExitStack() as hooks:
+        layers = layers_of(model, count) if taps else ()
+        for tap in taps:
+            hooks.enter_context(hooked(layers[tap].register_forward_hook, hook_of(tap)))
+        yield found
+
+
+@contextmanager
+def begun_behind(
+    model: nn.Module, count: int, tap: int, states: Float[Tensor, "batch positions hidden"], in_tuple: bool = False
+) -> Iterator[None]:
+    """Skip the layers up to ``tap`` (of ``count``) in the context's forwards, which start from ``states`` instead.
+
+    ``in_tuple``: layers of this family return their states in a tuple.
+    """
+    output = (states, None) if in_tuple else states
+    with ExitStack() as skipped:
+        for layer in layers_of(model, count)[: tap + 1]:
+            skipped.enter_context(replaced_forward(layer, lambda *args, **kwargs: output))
+        yield
 
 
 class ModelOutput(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decoding.errors import UserError
-from decoding.model.lm_head import OutputLayer
+from decoding.model.forward import OutputLayer
 from decoding.model.markov import MarkovBias
 from decoding.model.stored import (
     CONFIG_NAME,

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from decoding.model.lm_head import OutputLayer
+from decoding.model.forward import OutputLayer
 
 
 class MarkovBias(nn.Module):

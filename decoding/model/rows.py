@@ -106,7 +106,9 @@ class _Row:
             self._live = length
         elif length >= self._kept:
             for layer, states in zip(self.cache.layers, self._states, strict=True):
-                _put_back(layer, states)
+                for name, value in states.items():
+                    cropped = name in _GROWING and isinstance(value, int)
+                    setattr(layer, name, getattr(layer, name)[..., :value, :] if cropped else value)
             self._live = self._kept
         else:  # the kept states belong to a longer text
             self.restart()
@@ -137,12 +139,6 @@ def _states_of(layer: Any) -> dict[str, Any]:
 def _flat(value: Any) -> list[Tensor]:
     parts = value.values() if isinstance(value, dict) else [value]
     return [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
-
-
-def _put_back(layer: Any, states: dict[str, Any]) -> None:
-    for name, value in states.items():
-        cropped = name in _GROWING and isinstance(value, int)
-        setattr(layer, name, getattr(layer, name)[..., :value, :] if cropped else value)
 
 
 class RowSteps:

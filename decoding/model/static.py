@@ -310,11 +310,6 @@ class StaticSteps:
             cache.block = None
 
 
-def nodes_at(index: Tensor, values: Tensor) -> Tensor:
-    """Select node ``index[row]`` in each row of ``values`` (rows, nodes, width); return (rows, 1, width)."""
-    return values.gather(1, index[:, None, None].expand(-1, -1, values.shape[-1]))
-
-
 class _Bucket:
     """Steps of one shape: their inputs, and their CUDA graph once recorded."""
 

@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from decoding.rules.drawing import GeneratorSource, inverse_cdf
-from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.tree import TokenTree, TreeShape
+from decoding.rules.tree import Proposal, ProposalKind, TokenTree, TreeShape
 from decoding.rules.verify import Rule, recursive_rejection, sampled_verify, traversal_verification, typical
 
 TargetAt = Callable[[Int[Tensor, " nodes"]], Float[Tensor, "nodes vocab"]]

@@ -1,7 +1,9 @@
 """The tree with the most accepted tokens, built from measured acceptance."""
 
 import heapq
+import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 from decoding.errors import UserError
 
@@ -21,7 +23,8 @@ def best_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> Paths:
     to child or from one rank to the next, so popping the likeliest paths from a heap gives the optimal tree (Medusa,
     2401.10774, section 2.3.3). Raises UserError without a node or a head.
     """
-    shares = [list(_non_increasing(head)) for head in accuracies]
+    # A rank's share is capped at the previous rank's; only a small sample exceeds it.
+    shares = [list(accumulate(head, min)) for head in accuracies]
     if not shares or not shares[0] or nodes < 1:
         raise UserError(f"got {nodes} nodes and the accuracies {list(shares)}: give at least one node and one head")
     heap: list[tuple[float, tuple[int, ...]]] = [(-shares[0][0], (0,))]
@@ -43,18 +46,4 @@ def expected_accepted(tree: Sequence[Sequence[int]], shares: Sequence[Sequence[f
 
     This is F(T) without the root: the target writes the root's token.
     """
-    total = 0.0
-    for path in tree:
-        product = 1.0
-        for depth, rank in enumerate(path):
-            product *= shares[depth][rank]
-        total += product
-    return total
-
-
-def _non_increasing(shares: Sequence[float]) -> list[float]:
-    """Cap each rank's share at the previous rank's; only a small sample exceeds it."""
-    capped: list[float] = []
-    for share in shares:
-        capped.append(min(share, capped[-1]) if capped else share)
-    return capped
+    return sum((math.prod(shares[depth][rank] for depth, rank in enumerate(path)) for path in tree), 0.0)

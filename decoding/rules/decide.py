@@ -15,9 +15,8 @@ from torch import Tensor
 from decoding.errors import UserError
 from decoding.rules.at_once import Undecided, at_once
 from decoding.rules.drawing import NO_WEIGHT, GeneratorSource
-from decoding.rules.proposal import Proposal
 from decoding.rules.sampling import HistoryRows, SamplingConfig, adjusted_logits, best_tokens, probabilities
-from decoding.rules.tree import TokenTree, fetch_tokens
+from decoding.rules.tree import Proposal, TokenTree, fetch_tokens
 from decoding.rules.verify import SAMPLED_VERIFY, Rule, Verdict, lossless_rule
 
 _WALKERS = 16  # number of rows with drafted tokens from which walking all trees at once is faster on the CPU

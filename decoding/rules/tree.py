@@ -1,16 +1,19 @@
-"""Token trees, proposed by a drafter and verified by one target pass.
+"""Token trees, proposed by a drafter and verified by one target pass; and proposals.
 
 Node 0 is the root: the last token already emitted, before the target has computed its keys and values. Every other
 node is a drafted token that follows its parent. A chain is a tree with one branch.
+A proposal, from a drafter to an acceptance rule, is a tree, how its tokens were chosen, and q.
 """
 
 import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from decoding.errors import UserError
@@ -286,3 +289,67 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     if first == second:  # the usual case, at two nanoseconds per token
         return shorter
     return next(index for index in range(shorter) if first[index] != second[index])
+
+
+class ProposalKind(Enum):
+    """Ways to choose a node's children. A lossless rule is lossless only for the kinds it was derived for."""
+
+    SAMPLED = "sampled"
+    """Each child is drawn independently from q (with replacement)."""
+    SAMPLED_WITHOUT_REPLACEMENT = "sampled without replacement"
+    """Children are drawn one by one, each from q without the tokens drawn before, renormalised."""
+    DETERMINISTIC = "deterministic"
+    """The set of children is a function of the context alone: top-k, argmax, lookup."""
+    GRAFTED = "grafted"
+    """Children drawn in one of the two ways above, followed by children that are a function of the context."""
+    MIXED = "mixed"
+    """Children of several origins, such as the draws of two drafts, with unknown q."""
+
+    @property
+    def has_q(self) -> bool:
+        """True if proposals of this kind carry the q that their tokens were drawn from."""
+        return self not in (ProposalKind.DETERMINISTIC, ProposalKind.MIXED)
+
+
+class DrawnPart(NamedTuple):
+    """The drawn part of a grafted proposal: the first ``nodes`` of its tree (root included), drawn as ``kind``."""
+
+    nodes: int
+    kind: ProposalKind
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A drafted tree and how its tokens were chosen.
+
+    ``q`` (parents, vocab) has a row for each node with drawn children, in the order of the nodes: the distribution,
+    after every sampling control, from which the node's first child was drawn. In a chain, row i is node i's.
+    Deterministic and mixed proposals have ``q`` None.
+
+    ``drawn`` is the drawn part of a grafted proposal, None for any other. ``matched`` is the length of the text's
+    suffix that a lookup found earlier, 0 without a lookup.
+    """
+
+    tree: TokenTree
+    kind: ProposalKind
+    q: Float[Tensor, "parents vocab"] | None = None
+    drawn: DrawnPart | None = None
+    matched: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.q is None) == self.kind.has_q:
+            raise ValueError(f"a {self.kind.value} proposal {'needs q' if self.q is None else 'must not carry q'}")
+        assert (self.drawn is not None) == (self.kind is ProposalKind.GRAFTED), f"drawn part of a {self.kind.value} one"
+        if self.q is not None and len(self.q) != len(self.q_rows):
+            raise ValueError(f"q has {len(self.q)} rows, but {len(self.q_rows)} nodes have drawn children")
+
+    @cached_property
+    def q_rows(self) -> dict[int, int]:
+        """Return the row of ``q`` of each node with drawn children."""
+        shape = self.tree.shape
+        return (shape if self.drawn is None else shape.keep(range(self.drawn.nodes))).inner
+
+    @staticmethod
+    def root_only(token: int, device: torch.device | str = "cpu") -> "Proposal":
+        """Make a proposal without drafted tokens: its target pass decodes one token, as in plain decoding."""
+        return Proposal(TokenTree.chain([token], device), ProposalKind.DETERMINISTIC)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from decoding.errors import UserError
 from decoding.rules.drawing import RandomSource
-from decoding.rules.proposal import Proposal, ProposalKind
+from decoding.rules.tree import Proposal, ProposalKind
 
 
 class Verdict(NamedTuple):

@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 
 from decoding.drafters import Drafter, DraftModelDrafter, DSparkDrafter, MedusaDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.headstart_model import HeadstartModel
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads

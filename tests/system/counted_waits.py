@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 from two_devices import counting, moved
 
 from decoding.model.causal_lm import CausalLM
-from trainer.data.sequences import pack
-from trainer.data.source import Offline
+from trainer.data.batch import Offline, pack
 from trainer.heads.medusa2 import Medusa2Objective
 from trainer.learning.objective import Objective
 from trainer.recipe.common import TrainingSection

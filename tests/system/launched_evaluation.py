@@ -18,8 +18,8 @@ from decoding.measure.measurement import count_steps
 from trainer.job import Job
 from trainer.processes import ALONE
 from trainer.recipe.reading import parse_recipe
-from trainer.run.assemble import assemble
 from trainer.run.heldout import Evaluator
+from trainer.run.train import assemble
 from trainer.target.loading import Target
 
 decoded: list[Sequence[int]] = []

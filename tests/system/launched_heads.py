@@ -22,10 +22,9 @@ from tiny_training import Recorder, interrupt, toy_examples
 from torch import Tensor, nn
 
 import trainer.run.loop
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
-from trainer.data.source import Offline
+from trainer.data.batch import Offline
 from trainer.heads.medusa import HeadInputs, MedusaObjective, MedusaTraining
 from trainer.learning.objective import TermSums
 from trainer.processes import build_accelerator, describe, zero_stage
@@ -34,7 +33,7 @@ from trainer.recipe.heads import HeadsSection
 from trainer.run.checkpoint import Checkpoints, Progress
 from trainer.run.distributed import Runner, prepare, whole_parameters
 from trainer.run.loop import Hooks, Interrupted, train
-from trainer.target.hidden import OnlineTarget
+from trainer.target.loading import OnlineTarget
 
 STEPS = 8
 SETTINGS: dict[str, Any] = {"batch_size": 8, "micro_batch_size": 2, "mixed_precision": "no", "learning_rate": 1e-2}

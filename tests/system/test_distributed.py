@@ -20,8 +20,8 @@ from whole_runs import finish as run_to_an_end
 from whole_runs import run as run_program
 
 from decoding.model.fingerprint import stored_fingerprint
-from trainer.run.finish import consolidate
 from trainer.run.loop import Interrupted
+from trainer.run.train import consolidate
 
 TYPES = {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 WRAPPERS = {"ddp": "DistributedDataParallel", "fsdp2": "FSDP_Scaled"}

@@ -12,7 +12,7 @@ from whole_runs import finish
 
 from decoding import DecodingConfig, Engine, HeadstartModel
 from decoding.model.loading import eos_token_ids, load_tokenizer
-from decoding.stream import stream_pieces
+from decoding.text import stream_pieces
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

@@ -28,8 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from decoding.drafters import DraftModelDrafter, DSparkDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.measure.compare import compare, read_evaluation
 from decoding.measure.proof.greedy import margin_of
 from decoding.measure.proof.reference import EngineText
@@ -46,7 +45,7 @@ from trainer.recipe.common import DataSection
 from trainer.servers.answers import CONTROLS
 from trainer.servers.client import ServedModel
 from trainer.servers.connection import Endpoint
-from trainer.servers.widths import Scorer, rounding_or_rule
+from trainer.servers.texts import Scorer, rounding_or_rule
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from engines import LLAMA_CPP, ROOT, LlamaCppCase, serve_llama_cpp

@@ -8,8 +8,7 @@ from scripted_drafters import HostileDrafter
 from tiny_models import tiny_model
 
 from decoding.drafters import Drafter, DraftTreeDrafter, PromptLookupDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.tree import TreeShape
 

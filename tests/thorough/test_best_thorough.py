@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_best import finished, run, workshop
+from test_checkpoint import finished, run, workshop
 
 from trainer.files import folders
 from trainer.learning.objective import Objective

@@ -11,7 +11,7 @@ def test_the_command_line_quiets_other_libraries_and_debug_does_not() -> None:
     program = "\n".join(
         [
             "import os, sys, warnings, logging",
-            "from trainer.commands.guarded import guarded",
+            "from trainer.commands.usage import guarded",
             "def work():",
             "    import datasets",
             "    from huggingface_hub.utils import are_progress_bars_disabled",

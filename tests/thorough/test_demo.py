@@ -17,12 +17,12 @@ from tiny_models import naive_greedy, tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter, PromptLookupDrafter
-from decoding.engine import Engine
+from decoding.generate import Engine
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import FixedPolicy
 from decoding.rules.tree import TokenTree, TreeShape
-from decoding.stream import Piece, Tally, decode_text
+from decoding.text import Piece, Tally, decode_text
 from trainer.commands.demo import imported_app
 from trainer.demo.race import (
     AUTOMATIC,

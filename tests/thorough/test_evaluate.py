@@ -11,8 +11,7 @@ from tiny_models import tiny_model
 from transformers import GenerationConfig
 
 from decoding.drafters import DraftModelDrafter, HybridDrafter, MedusaDrafter, PromptLookupDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.measure.measurement import count_steps, evaluate
 from decoding.measure.methods import SETTINGS, EvaluationConfig, Method, Run, standard_methods, transformers_generate
 from decoding.measure.report.page import write_html

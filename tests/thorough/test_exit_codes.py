@@ -13,7 +13,7 @@ from test_cli import COMMANDS, examples
 from typer.testing import CliRunner
 
 from trainer.cli import app
-from trainer.commands.guarded import guarded
+from trainer.commands.usage import guarded
 from trainer.terminal.exit_codes import ExitCode, exit_code_line
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from matplotlib.colors import to_hex
 
-from decoding.rules.proposal import ProposalKind
+from decoding.rules.tree import ProposalKind
 from decoding.rules.verify import RULES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,7 @@ from tiny_tokenizer import byte_tokenizer
 
 from decoding.drafters import CascadeDrafter, Drafter, DraftModelDrafter, HybridDrafter, PromptLookupDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.headstart_model import HeadstartModel
 from decoding.model.architecture import static_of
 from decoding.model.cache import PreallocatedCache

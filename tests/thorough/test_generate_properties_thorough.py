@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from scripted_drafters import HostileDrafter
-from test_generate_properties import COUNT, causal_lm, plain_greedy
+from test_generate_families import LENGTH, causal_lm, plain_greedy
 
 import decoding
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig, Generation
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.cache import PreallocatedCache
+from decoding.text import Generation
 
 _PACKAGE = str(Path(decoding.__file__).parent)
 
@@ -44,7 +44,7 @@ def interrupt_at(line: int) -> Iterator[list[int]]:
 def conversation(kept: PreallocatedCache, prompt: list[int]) -> tuple[int, ...]:
     drafter = HostileDrafter(3, [*prompt, *plain_greedy("llama", tuple(prompt))])
     return Generation.of(
-        list(Engine(causal_lm("llama"), drafter).steps(prompt, DecodingConfig(COUNT), cache=kept))
+        list(Engine(causal_lm("llama"), drafter).steps(prompt, DecodingConfig(LENGTH), cache=kept))
     ).tokens
 
 

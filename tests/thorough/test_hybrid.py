@@ -30,9 +30,8 @@ from decoding.measure.proof.enumeration import (
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
 from decoding.rules.drawing import RandomSource
-from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import TokenTree, TreeShape
+from decoding.rules.tree import Proposal, ProposalKind, TokenTree, TreeShape
 from decoding.rules.verify import Verdict, lossless_rule
 
 SAMPLED = SamplingConfig(1.0)

@@ -11,8 +11,7 @@ from planted_faults import Planted, planted, tiny_prompts, tiny_target
 from tiny_models import full_forward, naive_greedy
 
 from decoding.drafters import PromptLookupDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.measure.proof.distribution import counts_after, likely_beginnings
 from decoding.measure.proof.finding import Finding
 from decoding.measure.proof.greedy import cut_at_ends, ends, greedy_identity

@@ -3,7 +3,10 @@
 import hashlib
 import io
 import json
-from collections.abc import Iterator
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +15,23 @@ import torch
 from accelerate.state import AcceleratorState
 from fake_hub import FakeHub, folder_on
 from fake_hub import hub as hub
+from peft import LoraConfig, get_peft_model
 from rich.console import Console
-from tiny_training import recipe_content, write_corpus, write_target
+from test_checkpoint import another_holds
+from tiny_models import counting_model, tiny_model
+from tiny_tokenizer import byte_tokenizer
+from tiny_training import recipe_content, tiny_tokenizer, write_corpus, write_rows, write_target
+from typer.testing import CliRunner
 
 from decoding.model.fingerprint import stored_fingerprint
+from trainer.cli import app
 from trainer.export.companions import target_of
 from trainer.export.exporter import export
 from trainer.processes import Process
 from trainer.recipe.reading import AnyRecipe, parse_recipe
-from trainer.run.assemble import assemble
-from trainer.run.finish import FILE_NAME
-from trainer.run.train import run_recipe
+from trainer.run import loop
+from trainer.run.train import FILE_NAME, assemble, consolidate, run_recipe
+from trainer.terminal.exit_codes import ExitCode
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MARKER = "s3cret-m4rker-that-must-not-leak"
@@ -122,3 +131,320 @@ def test_models_of_the_hub_are_recorded_by_their_commits_and_read_so_again(run_f
     export(final, run_folder / "exported", "headstart")
     card = (run_folder / "exported" / "README.md").read_text()
     assert "base_model: zoe/target\n" in card and f"zoe/target@{commit}" in card
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "heads": {"kind": "medusa"},
+    "heads on stored features": {"kind": "medusa", "features": {"folder": "features"}},
+    "heads with adapters": {"kind": "medusa", "adapters": {"rank": 2}},
+    "a draft": {"kind": "draft"},
+    "a draft by a teacher cache": {
+        "kind": "draft",
+        "draft": {"check_costs": False, "teacher": {"folder": "teacher", "top_k": 4}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a run of four steps, with checkpoints of the steps 2 and 4."""
+    runs: dict[str, Path] = {}
+
+    def run(name: str) -> Path:
+        if name not in runs:
+            folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
+            write_target(folder / "target")
+            write_corpus(folder)
+            content = {**recipe_content(folder, CHANGES[name]["kind"]), "checkpoint": {"every": 2}, **CHANGES[name]}
+            for section in (content.get("features"), content.get("draft", {}).get("teacher")):
+                if section:
+                    section |= {"folder": str(folder / section["folder"])}
+            runs[name] = run_recipe(parse_recipe(content)).parent
+            shutil.rmtree(folder / "features", ignore_errors=True)
+            shutil.rmtree(folder / "teacher", ignore_errors=True)
+        return runs[name]
+
+    return run
+
+
+def provenance(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "provenance.json").read_text())
+    return content
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_last_checkpoint_gives_what_the_run_finished(name: str, ran: Callable[[str], Path], tmp_path: Path) -> None:
+    run = ran(name)
+    told = consolidate(run / "checkpoints" / "step-00000004", tmp_path / "made")
+    assert stored_fingerprint(tmp_path / "made") == stored_fingerprint(run / "final"), "weights, config and tree"
+    assert told.endswith("weights after step 4 of 4, not the finished weights")
+    assert provenance(tmp_path / "made") == {**provenance(run / "final"), "checkpoint": "step-00000004"}
+    if name == "heads with adapters":
+        assert stored_fingerprint(tmp_path / "made" / "target") == stored_fingerprint(run / "final" / "target")
+
+
+def test_a_run_that_was_stopped_is_exported_as_its_newest_checkpoint(
+    ran: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(ran("a draft") / "checkpoints", tmp_path / "run" / "checkpoints")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
+    summary = export(tmp_path / "run", tmp_path / "out", "draft")
+    place = tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert summary.compared[0].startswith(f"made from the checkpoint {place}: weights after step 2 of 4")
+    assert summary.compared[-1].startswith("3 prompts of heldout.jsonl decoded with both")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+    assert stored_fingerprint(tmp_path / "out") != stored_fingerprint(ran("a draft") / "final")
+
+
+def test_checkpoints_that_cannot_be_trusted_are_refused(ran: Callable[[str], Path], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(ran("heads").parent, tmp_path / "copy")
+    content = (tmp_path / "copy" / "run" / "checkpoints" / "step-00000002" / "state.json").read_text()
+    shutil.copytree(tmp_path / "copy" / "run" / "checkpoints" / "step-00000002", run)
+    refused = {
+        "SHA256SUMS": ("", r"cannot be read \(.* is not listed in SHA256SUMS\): give another"),
+        "state.json": (content.replace('"step": 2', '"step": 3'), "state.json is damaged"),
+    }
+    for name, (changed, complaint) in refused.items():
+        before = (run / name).read_text()
+        (run / name).write_text(changed)
+        with pytest.raises(ValueError, match=complaint):
+            export(run, tmp_path / "out", "headstart")
+        (run / name).write_text(before)
+    data = Path(json.loads(content)["recipe"]["data"]["train"])
+    rows = data.read_text()
+    data.write_text(rows.splitlines()[0] + "\n")
+    try:
+        with pytest.raises(ValueError, match="was written, its training data changed"):
+            export(run, tmp_path / "out", "headstart")
+    finally:
+        data.write_text(rows)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def workshop(tmp_path: Path) -> Iterator[Path]:
+    """A target that counts, its tokenizer and texts."""
+    counting_model().save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    write_corpus(tmp_path)
+    yield tmp_path
+    AcceleratorState._reset_state(True)
+
+
+def train(folder: Path, dtype: str = "fp32", keep: str = "last", tracking: str = "none", **training: Any) -> str:
+    """Train heads in the workshop with a checkpoint every 2 steps of 6; returns what was said."""
+    content = recipe_content(folder, "medusa", **{"steps": 6, **training})
+    content |= {"checkpoint": {"every": 2, "keep": 2}, "dtype": dtype, "tracking": tracking, "heads": {"num_heads": 2}}
+    content["evaluation"] |= {"every": 2, "keep": keep}
+    AcceleratorState._reset_state(True)
+    said = StringIO()
+    run_recipe(parse_recipe(content), Console(file=said, width=1000))
+    return said.getvalue()
+
+
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process ends when it is about to do the step behind this one, as a kill would have it."""
+    whole = loop._step
+
+    def stopped(*args: Any) -> Any:
+        if args[-2].step == step:
+            raise KeyboardInterrupt
+        return whole(*args)
+
+    monkeypatch.setattr(loop, "_step", stopped)
+
+
+def killed_after(step: int, folder: Path, **training: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(step, patch)
+        with pytest.raises(KeyboardInterrupt):
+            train(folder, **training)
+
+
+def rows(file: Path) -> list[tuple[int, str]]:
+    """The step of every line, and whether it is of a step or of an evaluation."""
+    content = [json.loads(line) for line in file.read_text().splitlines()]
+    return [(row["step"], "loss" if "loss" in row else "heldout") for row in content]
+
+
+def test_each_step_stands_once_in_the_metrics_and_what_was_repeated_beside_them(workshop: Path) -> None:
+    killed_after(5, workshop)
+    run = workshop / "run"
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')  # the kill fell into a line
+    train(workshop)
+    expected = [(1, "loss"), (2, "loss"), (2, "heldout"), (3, "loss"), (4, "loss"), (4, "heldout"), (5, "loss")]
+    assert rows(run / "metrics.jsonl") == [*expected, (6, "loss"), (6, "heldout")]
+    superseded = (run / "metrics.superseded.jsonl").read_text().splitlines()
+    assert superseded.pop() == '{"step": 6, "lo'
+    assert [json.loads(line)["step"] for line in superseded] == [4, 5]
+
+
+def test_another_learning_rate_is_announced_and_kept_with_its_steps(workshop: Path) -> None:
+    killed_after(3, workshop, learning_rate=3e-3)
+    said = train(workshop, learning_rate=1e-3, mixed_precision="bf16")
+    assert "changed from here on: training.learning_rate (0.003, now 0.001)\n" in said
+    assert "changed from here on: training.mixed_precision (no, now bf16)\n" in said
+    assert "micro_batch_size" not in said
+    provenance = json.loads((workshop / "run" / "final" / "provenance.json").read_text())
+    same = {"micro_batch_size": 8, "num_processes": 1}
+    assert provenance["stretches"] == [
+        {"first_step": 0, "learning_rate": 3e-3, "mixed_precision": "no", **same},
+        {"first_step": 2, "learning_rate": 1e-3, "mixed_precision": "bf16", **same},
+    ]
+
+
+def test_weights_too_large_for_the_dtype_they_are_written_in_are_not_finished(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are finite in fp32, in which they are trained, and infinite in fp16."""
+    whole = loop._step
+
+    def large(*args: Any) -> Any:
+        figures = whole(*args)
+        args[0].module.heads.heads[1].lm_head.weight.data[0, 0] = 1e5
+        return figures
+
+    monkeypatch.setattr(loop, "_step", large)
+    with pytest.raises(ValueError) as error:
+        train(workshop, dtype="fp16")
+    assert "model.safetensors has weights that are not finite, 1 of" in str(error.value)
+    assert "set dtype to one with a wider range, such as bf16" in str(error.value)
+    assert not (workshop / "run" / "final").exists()
+
+
+def test_two_runs_in_one_folder_are_one_too_many(workshop: Path) -> None:
+    with another_holds(workshop / "run") as other:
+        with pytest.raises(ValueError, match=rf"{workshop}/run is being written by process {other.pid} on "):
+            train(workshop)
+        assert [path.name for path in (workshop / "run").iterdir()] == ["run.lock"]
+    train(workshop)
+    assert not (workshop / "run" / "run.lock").exists()
+
+
+@pytest.mark.parametrize("change", [{"learning_rate": 5e-4}, {"mixed_precision": "bf16"}])
+def test_a_finished_run_is_refused_a_setting_that_nothing_would_be_trained_by(
+    workshop: Path, change: dict[str, Any]
+) -> None:
+    train(workshop, learning_rate=3e-3)
+    run = workshop / "run"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    ((name, now),) = change.items()
+    with pytest.raises(ValueError, match=rf"finished .* training\.{name} \(.*, now {now}\): .*another output"):
+        train(workshop, **{"learning_rate": 3e-3, **change})
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+CLASS = """
+class {name}({base}):
+    model_type = "mine"
+    def __init__(self, *args, **given):
+        __import__("pathlib").Path({marker!r}).touch()
+        super().__init__(*args, **given)
+"""
+GENERATE = "generate --prompt a --max-new-tokens 4"
+WITH = "--target good --prompts rows.jsonl"
+STORED = (
+    "export heads-stopped out --format headstart",
+    "export heads/checkpoints/step-00000002 out --format headstart",
+    "export heads/final out --format headstart",
+    "export draft-stopped out --format draft",
+    "export draft/final out --format draft",
+    "export draft/final out --format gguf",
+    f"{GENERATE} --target good --drafter draft:attacker",
+    f"{GENERATE} --target good --drafter cascade:good,small=attacker",
+    f"{GENERATE} --target good --plan plan.json",
+    f"{GENERATE} --target adapters",
+    f"{GENERATE} --target pickled",
+    "chat --target good --drafter draft:adapters",
+    f"evaluate {WITH} --drafter draft:attacker --output out",
+    f"plan {WITH} --drafter draft:attacker --output out",
+    f"verify {WITH} --drafter other-tokenizer:attacker --draws 9 --limit 2",
+    f"verify {WITH} --drafter heads:heads/final --draws 9 --limit 2",
+    f"regenerate {WITH} --drafter draft:draft/final --output out.jsonl",
+    f"realign {WITH} --draft attacker --output out",
+    f"realign {WITH} --max-new-tokens 8 --steps 2 --draft draft/final --output out",
+    f"diagnose draft:attacker {WITH} --max-new-tokens 4",
+    f"diagnose heads/final {WITH} --max-new-tokens 4",
+    "doctor --target good --drafter draft:attacker",
+    "doctor --target good --drafter cascade:good,small=attacker",
+    "doctor --target good --drafter heads:heads/final",
+)
+
+
+class _Evil:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("mark"),)
+
+
+def write_attacker(folder: Path, marker: Path) -> None:
+    """A model and a tokenizer with classes of their own, which leave a mark when they are made."""
+    names = {"MyConfig": "LlamaConfig", "MyTokenizer": "PreTrainedTokenizerFast"}
+    code = "".join(CLASS.format(name=name, base=base, marker=str(marker)) for name, base in names.items())
+    code += "class MyModel(LlamaForCausalLM):\n    config_class = MyConfig\n"
+    (folder / "mine.py").write_text(f"from transformers import LlamaForCausalLM, {', '.join(names.values())}\n{code}")
+    models = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
+    tokenizers = {"AutoTokenizer": [None, "mine.MyTokenizer"]}
+    own = {"config.json": {"model_type": "mine", "auto_map": models}}
+    own["tokenizer_config.json"] = {"tokenizer_class": "MyTokenizer", "auto_map": tokenizers}
+    for name, more in own.items():
+        (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **more}))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Runs by recipes that permit code, as their authors may, and other people's draft, adapters and plan."""
+    folder = tmp_path_factory.mktemp("stored")
+    rows = [{"text": f"{index}. Why is the sky blue?"} for index in range(40)]
+    write_rows(folder / "rows.jsonl", [{"prompt": row["text"]} for row in rows])
+    for name in ("train", "heldout"):
+        write_rows(folder / f"{name}.jsonl", rows)
+    model = tiny_model(vocab=128)
+    for name in ("good", "attacker"):
+        model.save_pretrained(folder / name)
+        byte_tokenizer().save_pretrained(folder / name)
+    write_attacker(folder / "attacker", folder / "mark")
+    of_attacker = {"init": {"from_model": str(folder / "attacker")}, "check_costs": False}
+    for name, kind, target, more in (
+        ("heads", "medusa", "attacker", {}),
+        ("draft", "draft", "good", {"draft": of_attacker}),
+    ):
+        content = recipe_content(folder, kind, steps=2, batch_size=2, micro_batch_size=2) | more
+        content |= {"output": str(folder / name), "target": str(folder / target), "trust_remote_code": True}
+        AcceleratorState._reset_state(True)
+        run_recipe(parse_recipe(content))
+        shutil.copytree(folder / name / "checkpoints", folder / f"{name}-stopped" / "checkpoints")
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    for name, base in (("adapters", "attacker"), ("pickled", "good")):
+        adapted.peft_config["default"].base_model_name_or_path = str(folder / base)
+        adapted.save_pretrained(folder / name)
+    (folder / "pickled" / "adapter_model.safetensors").rename(folder / "pickled" / "other.safetensors")
+    (folder / "pickled" / "adapter_model.bin").write_bytes(pickle.dumps({"weight": _Evil()}))
+    plan: dict[str, Any] = {name: {} for name in ("curves", "hardware", "temperature")}
+    plan |= {"format": "headstart plan 1", "dtype": "bfloat16", "cells": [], "drafters": []}
+    plan["fingerprints"] = {"target": stored_fingerprint(folder / "good"), "drafters": {"draft:attacker": ""}}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    yield folder
+    AcceleratorState._reset_state(True)
+
+
+def marked_by(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, int]:
+    """Run a command in the folder; return whether code was run, and the exit code."""
+    monkeypatch.chdir(folder)
+    for left in ("mark", "out.jsonl"):
+        (folder / left).unlink(missing_ok=True)
+    shutil.rmtree(folder / "out", ignore_errors=True)
+    result = CliRunner().invoke(app, command.split())
+    return (folder / "mark").exists(), result.exit_code
+
+
+@pytest.mark.parametrize("command", STORED)
+def test_nothing_that_is_stored_permits_code(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran, code = marked_by(command, folder, monkeypatch)
+    assert not ran and code in (ExitCode.DONE, ExitCode.FAILED, ExitCode.BAD_INPUT)
+
+
+@pytest.mark.parametrize("command", [STORED[0], STORED[6], STORED[9]])
+def test_the_flag_of_the_command_does(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert marked_by(f"{command} --trust-remote-code", folder, monkeypatch) == (True, ExitCode.DONE)

@@ -11,8 +11,7 @@ from tiny_models import FAMILIES, tiny_model
 
 from decoding.drafters import CascadeDrafter, Drafter, DraftModelDrafter, DSparkDrafter, MedusaDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.model.forward import ModelOutput

@@ -20,9 +20,8 @@ from tiny_training import medusa_on, tiny_tokenizer
 
 from decoding.drafters import DraftModelDrafter, DraftTreeDrafter, DSparkDrafter, MedusaDrafter
 from decoding.drafters.base import DraftRequest, TextDrafter, TextStart
-from decoding.engine import Engine
 from decoding.fields import check_messages
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.measure.proof.enumeration import Context, distribution
 from decoding.model import rows
 from decoding.model.architecture import abilities
@@ -31,9 +30,8 @@ from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_model
 from decoding.policies import Budget
 from decoding.rules.drawing import GeneratorSource, RandomSource
-from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import TokenTree
+from decoding.rules.tree import Proposal, ProposalKind, TokenTree
 from trainer.data.batch import collate
 from trainer.drafts.distill import DistillObjective
 from trainer.recipe.heads import HeadsSection

@@ -10,8 +10,7 @@ from test_generate import Letters
 from tiny_models import counting_model, tiny_model
 
 from decoding.drafters import Drafter, DraftModelDrafter, HybridDrafter, PromptLookupDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
 

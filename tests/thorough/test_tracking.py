@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from test_resuming import killed_after, rows, train, workshop
+from test_provenance import killed_after, rows, train, workshop
 
 from decoding.errors import UserError
 from trainer.run import log

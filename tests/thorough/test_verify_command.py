@@ -24,8 +24,7 @@ from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.drafters.registry import REGISTRY, DrafterLoader, parse_drafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.measure.proof.prove import Effort, EngineWriter, prove
 from decoding.measure.proof.reference import Reference
 from decoding.model.causal_lm import CausalLM

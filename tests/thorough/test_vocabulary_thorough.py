@@ -7,8 +7,7 @@ from test_vocabulary import KEPT, PROMPTS, drafters
 from tiny_models import naive_greedy, tiny_model
 
 from decoding.drafters import DraftModelDrafter
-from decoding.engine import Engine
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.model.vocabulary import trimmed_vocabulary
 from decoding.rules.sampling import SamplingConfig

@@ -19,11 +19,10 @@ from trainer.commands.check_options import DiagnoseOptions
 from trainer.commands.findings import PRINTED, report, say_findings, summary, write_findings
 from trainer.commands.models import check_endpoint, connect, read_target
 from trainer.data.conversations import read_conversations, read_heldout
-from trainer.servers.configs import kind_of
 from trainer.servers.counters import parse_counts
-from trainer.servers.diagnosis import Replay, ServerCounts, diagnose
-from trainer.servers.rendered import HeldOutPrompt
+from trainer.servers.diagnosis import Replay, ServerCounts, diagnose, kind_of
 from trainer.servers.speculator import SpeculatorName, load_speculator, named_speculator
+from trainer.servers.texts import HeldOutPrompt
 from trainer.terminal.console import say, standard_error, standard_output
 
 _PAGE_SECONDS = 10.0

@@ -26,13 +26,12 @@ from trainer.job import Job
 from trainer.learning.spans import StepTimes, Stopwatch
 from trainer.processes import Process, agreed, build_accelerator, describe, on_first
 from trainer.recipe.reading import AnyRecipe
-from trainer.run.assemble import assemble, check_folders
 from trainer.run.checkpoint import Checkpoints, Progress, Saved
 from trainer.run.distributed import check_launch
-from trainer.run.finish import finish
 from trainer.run.heldout import evaluator_of
 from trainer.run.loop import Hooks, train
 from trainer.run.state import gather_weights
+from trainer.run.train import assemble, check_folders, finish
 from trainer.target.loading import Target
 from trainer.terminal.console import say, standard_error, standard_output, title
 

@@ -34,10 +34,9 @@ from trainer.commands.models import LoadedModels, load_models, published_specs
 from trainer.commands.options import EvaluateOptions
 from trainer.commands.plan import asked_or_planned
 from trainer.export.companions import read_provenance
-from trainer.files.lock import hold
+from trainer.files.folders import hold
 from trainer.processes import Process, agreed, join_processes, on_first
-from trainer.terminal.console import say, standard_error, standard_output, wide
-from trainer.terminal.progress import ProgressBar
+from trainer.terminal.console import ProgressBar, say, standard_error, standard_output, wide
 
 _FILLED = 0.9
 """Least share of a context length that prompts must fill; cutting between tokens loses some."""
@@ -54,7 +53,11 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> Re
     Several processes each decode a share. The first one writes and returns the report; the others return None.
     """
     watched, console = console or standard_error(), console or standard_output()
-    _check_target(options)
+    for name in ("model", "baseline_endpoint", "concurrency"):
+        if getattr(options, name) != getattr(EvaluateOptions, name):
+            raise UserError(f"--{name.replace('_', '-')} does nothing without --endpoint", "omit it")
+    if not options.target:
+        raise UserError("there is nothing to evaluate", "give --target to decode in this process, or --endpoint")
     accelerator = join_processes()
     rank, world = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
     logging.set_verbosity_error()  # assisted `generate` warns about its draft length
@@ -86,15 +89,6 @@ def publish(report: Report, output: Path, console: Console) -> None:
     write_html(report, output / "report.html")
     wide(console).print(TerminalReport(report))
     say(console, f"written: {output / 'report.json'}, {output / 'report.html'}")
-
-
-def _check_target(options: EvaluateOptions) -> None:
-    """Raise UserError if there is no target, or if options of --endpoint are given without it."""
-    for name in ("model", "baseline_endpoint", "concurrency"):
-        if getattr(options, name) != getattr(EvaluateOptions, name):
-            raise UserError(f"--{name.replace('_', '-')} does nothing without --endpoint", "omit it")
-    if not options.target:
-        raise UserError("there is nothing to evaluate", "give --target to decode in this process, or --endpoint")
 
 
 def _prepared(

@@ -27,13 +27,12 @@ from trainer.commands.evaluate import check_records, chosen_questions, identity_
 from trainer.commands.findings import account
 from trainer.commands.models import check_endpoint, connect
 from trainer.commands.options import EvaluateOptions
-from trainer.files.lock import hold
+from trainer.files.folders import hold
 from trainer.processes import Process
 from trainer.servers.answers import StreamedAnswer
 from trainer.servers.client import ServedModel
 from trainer.servers.counters import find_counts
-from trainer.terminal.console import standard_error, standard_output
-from trainer.terminal.progress import ProgressBar
+from trainer.terminal.console import ProgressBar, standard_error, standard_output
 
 _PUBLISHED = (
     *("prompt_field", "limit", "task", "chat_template_kwargs", "max_new_tokens", "rounds"),
@@ -84,8 +83,9 @@ def run_evaluate_served(
         missing = [cell for cell in every_cell if not all(cell.key(wave) in known for wave in waves)]
         servers = {name: stack.enter_context(connect(addresses[name] or "", options.model or "")) for name in names}
         bar = stack.enter_context(ProgressBar(watched, "evaluating", len(missing) * len(questions)))
+        models = {line["method"]: line["model"] for line in reversed(_lines(options)) if line["model"] is not None}
         sessions = {
-            name: _Session(server, options, questions, clock, bar.advance, _model_of(_lines(options), name))
+            name: _Session(server, options, questions, clock, bar.advance, models.get(name))
             for name, server in servers.items()
         }
         for cell in missing:
@@ -112,11 +112,6 @@ def run_evaluate_served(
 
 def _lines(options: EvaluateOptions) -> list[dict[str, Any]]:
     return [line for file in record_files(options.output) for line in read_lines(file) if "timing" in line]
-
-
-def _model_of(lines: Sequence[dict[str, Any]], method: str) -> str | None:
-    """Return the model name that an endpoint gave in an earlier run; None if there was none."""
-    return next((line["model"] for line in lines if line["method"] == method and line["model"] is not None), None)
 
 
 def _checked(options: EvaluateOptions) -> EvaluationConfig:

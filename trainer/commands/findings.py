@@ -58,7 +58,7 @@ def report(findings: Mapping[str, Sequence[Finding]], **more: Any) -> dict[str, 
 def write_findings(file: str, content: Any) -> None:
     """Write findings as JSON to a file, creating its folder, or print them; dataclasses become objects."""
     from decoding.measure.results import as_json  # imports torch, which some commands do not need
-    from trainer.files.shards import write_text
+    from trainer.files.folders import write_text
 
     text = json.dumps(as_json(content), indent=2) + "\n"
     if file == PRINTED:
@@ -70,7 +70,7 @@ def write_findings(file: str, content: Any) -> None:
 
 def write_junit(file: Path, findings: Mapping[str, Sequence[Finding]]) -> None:
     """Write findings as JUnit XML: a suite per subject, a failure per problem, a skipped test per open check."""
-    from trainer.files.shards import write_text
+    from trainer.files.folders import write_text
 
     suites = Element("testsuites", name="headstart verify")
     for title, each in findings.items():

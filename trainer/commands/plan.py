@@ -33,11 +33,10 @@ from trainer.commands.models import read_specs, read_target
 from trainer.commands.options import PlanOptions
 from trainer.commands.shared_options import ModelOptions
 from trainer.drafts.distill import drafter_of
-from trainer.drafts.dspark_start import dspark_config
+from trainer.drafts.job import dspark_config
 from trainer.drafts.start import draft_from_target
 from trainer.recipe.draft import DSparkSection
-from trainer.terminal.console import say, standard_error, standard_output, wide
-from trainer.terminal.progress import ProgressBar
+from trainer.terminal.console import ProgressBar, say, standard_error, standard_output, wide
 
 
 def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, Any]:
@@ -84,18 +83,12 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
         wide(console).print(plan_table(plan))
         say(console, basis(plan))
     else:
-        _print_prospects(plan, wide(console))
+        wide(console).print(break_even_table(plan), published_table(plan))
+        say(wide(console), *verdicts(plan), *(f"{NAMES[k]} left out: {why}" for k, why in plan["left_out"].items()))
     if plan["prompts_left_out"]:
         say(console, f"{plan['prompts_left_out']} prompts left out: they exceed the positions of target or drafters")
     say(console, f"written: {options.output / 'plan.json'}")
     return plan
-
-
-def _print_prospects(plan: dict[str, Any], console: Console) -> None:
-    console.print(break_even_table(plan), published_table(plan))
-    say(console, *verdicts(plan))
-    for kind, reason in plan["left_out"].items():
-        say(console, f"{NAMES[kind]} left out: {reason}")
 
 
 # --- untrained drafters, whose costs are measured if none is given ----------------------------------------------------

@@ -40,14 +40,11 @@ from trainer.commands.regenerate import run_regenerate
 from trainer.commands.shared_options import ModelOptions
 from trainer.data.conversations import read_heldout
 from trainer.data.dataset import not_held_out
-from trainer.files.folders import check_can_be_folder, sha256_of
-from trainer.files.lock import hold
-from trainer.files.shards import write_text
+from trainer.files.folders import check_can_be_folder, hold, sha256_of, write_text
 from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.reading import overridden, parse_recipe
 from trainer.run.train import FINAL, run_recipe
-from trainer.terminal.console import say, standard_error, standard_output
-from trainer.terminal.progress import ProgressBar
+from trainer.terminal.console import ProgressBar, say, standard_error, standard_output
 
 REPORT = "realigned.json"
 _PROMPTS, _CHOOSING, _HELDOUT = "prompts.jsonl", "choosing.jsonl", "heldout.jsonl"

@@ -31,8 +31,7 @@ from trainer.data.answers import AnswerFile, Backend, Summary, answer
 from trainer.data.conversations import OpenConversation, read_conversations, report_unread
 from trainer.data.rows import DRAWS, PRESETS, stream_prompts
 from trainer.data.self_written import LONGEST, WRITING, PromptDraws, SelfWritten, UserTurn, read_request
-from trainer.files.folders import sha256_of
-from trainer.files.shards import digest_of
+from trainer.files.folders import digest_of, sha256_of
 from trainer.target.in_process import GROUP, TargetBackend
 from trainer.terminal.console import say, standard_error, standard_output
 

@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from decoding.drafters import Drafter
 from decoding.drafters.spec import all_paths
 from decoding.dtypes import parse_dtype
-from decoding.engine import Engine
 from decoding.errors import UserError
-from decoding.generate import DecodingConfig, check_prompt
+from decoding.generate import DecodingConfig, Engine
 from decoding.measure.proof.finding import Finding, all_pass
 from decoding.measure.proof.greedy import IDENTITY
 from decoding.measure.proof.prove import Effort, EngineWriter, prove
@@ -25,11 +24,11 @@ from decoding.model.hub import local_folder, revisions
 from decoding.model.loading import eos_token_ids
 from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
+from decoding.text import check_prompt
 from trainer.commands.check_options import VerifyOptions
 from trainer.commands.findings import PRINTED, report, say_findings, summary, write_findings, write_junit
 from trainer.commands.models import LoadedModels, check_endpoint, connect, load_models
-from trainer.terminal.console import say, standard_error, standard_output
-from trainer.terminal.progress import ProgressBar
+from trainer.terminal.console import ProgressBar, say, standard_error, standard_output
 
 if TYPE_CHECKING:
     from trainer.servers.writer import ServedWriter
@@ -98,7 +97,7 @@ def _read_input(options: VerifyOptions, models: LoadedModels) -> ProofInput:
     effort = Effort(options.max_new_tokens, options.draws, seed=options.seed, engines=engines)
     prompts = read_prompts(options.prompts, tokenizer, options.limit, options.prompt_field)
     for prompt in prompts:
-        check_prompt(target, prompt, DecodingConfig(options.max_new_tokens))
+        check_prompt(target, prompt, options.max_new_tokens)
     return ProofInput(Reference(target, sampling, eos_token_ids(target.model, tokenizer)), tokenizer, prompts, effort)
 
 
@@ -120,7 +119,7 @@ def _in_process(
 
 def _served(options: VerifyOptions, given: ProofInput, watch: Console) -> Iterator[tuple[str, Finding]]:
     """Yield the findings on a served model."""
-    from trainer.servers.widths import explained
+    from trainer.servers.texts import explained
     from trainer.servers.writer import ServedWriter
 
     name = f"{published_name(options.model or '')}, served"  # vLLM names models by their paths

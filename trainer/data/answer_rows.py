@@ -1,27 +1,22 @@
-"""Answer rows on disk: appended as they arrive, sorted at the end, 16 bytes of memory per row."""
+"""Answer rows on disk: appended as they arrive, sorted at the end. Memory holds only their keys and offsets."""
 
 import json
 import os
-from array import array
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from decoding.errors import UserError
 from decoding.model.loading import first_line
 from trainer.data.conversations import AnswerKey
-from trainer.files.shards import write_lines
+from trainer.files.folders import write_lines
 
 _KEY = AnswerKey._fields
-_MOST_SAMPLES = 2**20
-"""Number of samples per row for which a packed key has room."""
 
 
 class RowFile:
-    """A .jsonl file of rows with ``row`` and ``sample``. It grows by whole lines; memory holds only their offsets."""
+    """A .jsonl file of rows with ``row`` and ``sample``. It grows by whole lines; memory holds only their keys."""
 
     def __init__(
         self, path: Path, fields: Set[str] = frozenset(), drops: Callable[[dict[str, Any]], bool] | None = None
@@ -31,9 +26,10 @@ class RowFile:
         Each row has ``fields`` besides its key. ``drops`` returns True for a row that no longer counts; `settle`
         removes it.
         """
-        self.path, self._end, self._dropped = path, 0, False
-        self.keys, self._places = array("q"), array("q")
-        """Each line's packed key, and its byte offset."""
+        self.path, self._end = path, 0
+        self.places: dict[AnswerKey, int] = {}
+        """The byte offset of each key's first line."""
+        self._dropped = False  # True if the file has lines that `settle` removes
         if not path.exists():
             return
         with path.open("rb") as lines:
@@ -56,10 +52,11 @@ class RowFile:
             os.truncate(path, self._end)
 
     def _note(self, row: dict[str, Any], line: bytes, counts: bool = True) -> None:
-        if counts:
-            self.keys.append(_packed(AnswerKey(row["row"], row["sample"])))
-            self._places.append(self._end)
-        self._dropped |= not counts
+        key = AnswerKey(row["row"], row["sample"])
+        if counts and key not in self.places:
+            self.places[key] = self._end
+        else:
+            self._dropped = True
         self._end += len(line)
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -76,45 +73,25 @@ class RowFile:
 
     def settle(self) -> None:
         """Sort the file by row and sample and remove repeats, atomically. Does nothing if it is already sorted."""
-        keys, order = np.unique(np.array(self.keys, dtype=np.int64), return_index=True)
-        if not self._dropped and np.array_equal(order, np.arange(len(self.keys))):
+        places = sorted(self.places.items())
+        if not self._dropped and places == [*self.places.items()]:
             return
-        places, self._places, self._end = self._places, array("q"), 0
-        self.keys, self._dropped = array("q", keys.tobytes()), False
+        self.places, self._dropped, self._end = {}, False, 0
         with writing(self.path), self.path.open("rb") as file:
-            write_lines(self.path, self._moved(file, (places[index] for index in order)))
+            write_lines(self.path, (self._moved(file, *place) for place in places))
 
-    def _moved(self, file: BinaryIO, places: Iterable[int]) -> Iterator[bytes]:
-        for place in places:
-            file.seek(place)
-            line = file.readline()
-            self._places.append(self._end)
-            self._end += len(line)
-            yield line
+    def _moved(self, file: BinaryIO, key: AnswerKey, place: int) -> bytes:
+        file.seek(place)
+        line = file.readline()
+        self.places[key] = self._end
+        self._end += len(line)
+        return line
 
     def first(self) -> dict[str, Any]:
         """Return the first row of the file."""
         with self.path.open("rb") as file:
             row: dict[str, Any] = json.loads(file.readline())
         return row
-
-
-class KeySet(Container[AnswerKey]):
-    """The keys of the answers that were in a file when it was opened."""
-
-    def __init__(self, *packed: "array[int]") -> None:
-        self.keys = np.unique(np.concatenate([np.array(each, dtype=np.int64) for each in packed]))
-
-    def __contains__(self, key: object) -> bool:
-        assert isinstance(key, AnswerKey)
-        packed = _packed(key)
-        at = int(np.searchsorted(self.keys, packed))
-        return at < len(self.keys) and int(self.keys[at]) == packed
-
-
-def _packed(key: AnswerKey) -> int:
-    """Return a key as one 64-bit number, in the same order."""
-    return key.row * _MOST_SAMPLES + key.sample
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from decoding.errors import UserError
 from decoding.jsonl import parse_row
-from trainer.data.answer_rows import KeySet, RowFile, writing
+from trainer.data.answer_rows import RowFile, writing
 from trainer.data.chat import TranscriptEncoder
 from trainer.data.conversations import (
     ANSWER_TOKENS,
@@ -28,10 +28,9 @@ from trainer.data.conversations import (
     transcript_of,
 )
 from trainer.data.rows import SET_ASIDE, Row
-from trainer.files.lock import hold_file
-from trainer.files.shards import write_text
+from trainer.files.folders import hold_file, write_text
 from trainer.recipe.common import DataSection
-from trainer.terminal.progress import ProgressBar
+from trainer.terminal.console import ProgressBar
 
 _META = ".meta.json"
 Problem = Literal["empty", "truncated", "failed"]
@@ -111,7 +110,7 @@ class AnswerFile:
             self._set_aside = RowFile(self.set_aside_path, {"again", "reason"}, lambda row: bool(row["again"]))
             self._set_aside.settle()
             self._held = until_read.pop_all()
-        self.done = KeySet(self._answers.keys, self._set_aside.keys)
+        self.done = {*self._answers.places, *self._set_aside.places}
 
     def __enter__(self) -> "AnswerFile":
         return self
@@ -133,11 +132,11 @@ class AnswerFile:
 
     def check_not_empty(self) -> None:
         """Raise UserError if no run answered any conversation."""
-        if self._answers.keys:
+        if self._answers.places:
             return
         first = self._set_aside.first()
         raise UserError(
-            f"nothing was answered: all {len(self._set_aside.keys)} conversations were set aside, the one of line "
+            f"nothing was answered: all {len(self._set_aside.places)} conversations were set aside, the one of line "
             f"{first['row']} because: {first['reason']}; {self.set_aside_path} lists all reasons"
         )
 
@@ -279,7 +278,7 @@ def answer(
     Conversations are read only when needed. ``total`` is their number, if known. ``title`` stands before the progress.
     """
     summary = Summary()
-    tokens, before = 0, min(len(answers.done.keys), total or 0)
+    tokens, before = 0, min(len(answers.done), total or 0)
     with ProgressBar(console, title, total, before) as bar:
 
         def counted() -> Iterator[OpenConversation]:

@@ -1,13 +1,15 @@
-"""Training examples and the batches built from them.
+"""Training examples mapped from a file, selected or packed; and batches of them or of texts generated during training.
 
 The examples of a step depend only on the seed and the step. So a run resumes exactly, and the number of processes that
 share a batch does not matter.
 """
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 import numpy as np
 import torch
@@ -91,9 +93,7 @@ class Batch:
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        changed: dict[str, Any] = {
-            name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
+        changed: dict[str, Any] = {name: change(held) for name, held in vars(self).items() if isinstance(held, Tensor)}
         return replace(self, **changed)
 
     def labelled(self, ahead: int) -> Bool[Tensor, "batch positions"]:
@@ -203,3 +203,136 @@ def batch_indices(step: int, batch_size: int, dataset_size: int, seed: int) -> l
 @lru_cache(maxsize=2)
 def _epoch_order(epoch: int, size: int, seed: int) -> Tensor:
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+
+
+class PlacedExample(NamedTuple):
+    """A sequence of a batch and its index in the data set; the index is -1 for a generated sequence."""
+
+    example: Example
+    example_index: int
+
+
+class BatchSource(Protocol):
+    """A source of batches for the training loop.
+
+    The sequence at a position of a step's batch (from 0) depends neither on the process that requests it nor on earlier
+    interruptions of the run.
+    """
+
+    def writes_at(self, step: int) -> bool:
+        """Return True if `write` must be called before this step (from 0). All processes get the same answer."""
+
+    def write(self, step: int, positions: Sequence[int]) -> Mapping[str, float]:
+        """Generate the texts for this process's positions from this step on, with the draft's current weights.
+
+        All processes call this at once, with all trained parameters gathered. Returns figures to log, with the same
+        keys on every process; the loop sums them over the processes.
+        """
+
+    def examples_at(self, step: int, positions: Sequence[int]) -> list[PlacedExample]:
+        """Return the sequences at these positions of the step's batch."""
+
+
+class Offline:
+    """A fixed data set, repeated in epochs; each epoch has a different order."""
+
+    def __init__(self, examples: Sequence[Example], batch_size: int, seed: int) -> None:
+        self._examples, self._batch_size, self._seed = examples, batch_size, seed
+
+    def writes_at(self, step: int) -> bool:
+        return False
+
+    def write(self, step: int, positions: Sequence[int]) -> Mapping[str, float]:
+        raise AssertionError("a fixed data set does not generate texts")
+
+    def examples_at(self, step: int, positions: Sequence[int]) -> list[PlacedExample]:
+        indices = batch_indices(step, self._batch_size, len(self._examples), self._seed)
+        return [PlacedExample(self._examples[indices[position]], indices[position]) for position in positions]
+
+
+class _Examples(Sequence[Example]):
+    """Sequences that are built on access."""
+
+    def _at(self, index: int) -> Example:
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self._at(each) for each in range(len(self))[index]]
+        return self._at(range(len(self))[index])
+
+
+class StoredExamples(_Examples):
+    """The rows of an Arrow file with the columns ``tokens``, ``trained`` and ``prompt_length``, memory-mapped."""
+
+    def __init__(self, file: Path) -> None:
+        from datasets import Dataset, disable_progress_bars
+
+        disable_progress_bars()
+        self.dataset = Dataset.from_file(str(file))
+        self._columns = [self.dataset.data.column(name) for name in ("tokens", "trained", "prompt_length")]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def _at(self, index: int) -> Example:
+        tokens, trained, prompt_length = (column[index] for column in self._columns)
+        mask = trained.values.to_numpy(zero_copy_only=False)  # the file stores one bit per token
+        return Example(tokens.values.to_numpy(), mask, prompt_length.as_py())
+
+
+class Packed(_Examples):
+    """Sequences from another set, joined into longer ones.
+
+    Example i contains the documents ``order[bounds[i] : bounds[i + 1]]``.
+    """
+
+    def __init__(
+        self, documents: Sequence[Example], order: Int[np.ndarray, " documents"], bounds: Int[np.ndarray, " packed+1"]
+    ) -> None:
+        self._documents, self._order, self._bounds = documents, order, bounds
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def _at(self, index: int) -> Example:
+        indices = self._order[self._bounds[index] : self._bounds[index + 1]]
+        documents: list[Example] = [self._documents[int(each)] for each in indices]
+        if len(documents) == 1:
+            return documents[0]
+        return Example(
+            np.concatenate([document.tokens for document in documents]),
+            np.concatenate([document.trained for document in documents]),
+            documents[0].prompt_length,
+            [len(document.tokens) for document in documents],
+        )
+
+
+def chosen(examples: Sequence[Example], indices: Int[np.ndarray, " chosen"]) -> Packed:
+    """Return the examples with these indices."""
+    return Packed(examples, indices, np.arange(len(indices) + 1))
+
+
+def pack(examples: Sequence[Example], max_length: int) -> Packed:
+    """Pack examples by best fit into sequences of at most ``max_length`` tokens.
+
+    Examples are placed in order, each in the sequence that it fills most, so equal examples give equal sequences. They
+    are joined on access.
+    """
+    packed: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (free tokens, index of the sequence), sorted
+    for index, length in enumerate(len(example.tokens) for example in examples):
+        fitting = bisect_left(rooms, (length, -1))
+        if fitting == len(rooms):
+            room, chosen_sequence = max_length, len(packed)
+            packed.append([])
+        else:
+            room, chosen_sequence = rooms.pop(fitting)
+        packed[chosen_sequence].append(index)
+        insort(rooms, (room - length, chosen_sequence))
+    order = np.array([index for documents in packed for index in documents], np.int64)
+    return Packed(examples, order, np.cumsum([0, *map(len, packed)]))

@@ -26,9 +26,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from decoding.generate import Step
 from decoding.measure.markdown import visible
-from decoding.stream import Piece, Tally
+from decoding.text import Piece, Step, Tally
 from trainer.demo.race import AUTOMATIC, Form, Models, Race, fitting_rules, number_of, race_of, whole
 
 FRAME_SECONDS = 0.08

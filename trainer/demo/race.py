@@ -8,9 +8,8 @@ from typing import Any, Literal, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
-from decoding.engine import Engine
 from decoding.errors import UserError
-from decoding.generate import DecodingConfig, Step
+from decoding.generate import DecodingConfig, Engine
 from decoding.measure.proof.greedy import is_near_tie, margin_of
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
@@ -20,7 +19,7 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import common_length
 from decoding.rules.verify import GREEDY, RULES
 from decoding.speculation import named_rule
-from decoding.stream import Detokenizer, Piece, Tally, step_pieces
+from decoding.text import Detokenizer, Piece, Step, Tally, step_pieces
 
 AUTOMATIC = "automatic"
 """Let `DecodingConfig` choose the rule: greedy at temperature 0, else the lossless rule that accepts most tokens."""

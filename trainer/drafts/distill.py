@@ -14,7 +14,7 @@ from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
-from decoding.model.lm_head import lm_head_input, run_in_lm_head
+from decoding.model.forward import lm_head_input, run_in_lm_head
 from trainer.data.batch import Batch, flat_rows
 from trainer.drafts.start import InitialDraft, write_draft
 from trainer.learning.fused import fused_loss
@@ -22,7 +22,7 @@ from trainer.learning.losses import HiddenTeacher, LossMix, Teacher
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums
 from trainer.recipe.common import LossSection
 from trainer.recipe.draft import DraftSection
-from trainer.target.hidden import OnlineTarget, check_logits, logit_scale
+from trainer.target.loading import OnlineTarget, check_logits, logit_scale
 
 AnyDraft = CausalLM | DSparkDraft
 """A draft to decode with."""

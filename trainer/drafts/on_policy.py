@@ -12,16 +12,14 @@ from typing import Any, Literal, NamedTuple, get_args
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
-from decoding.engine import Engine
 from decoding.errors import UserError
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
 from decoding.rules.sampling import SamplingConfig
-from trainer.data.batch import Example
-from trainer.data.source import Offline, PlacedExample
+from trainer.data.batch import Example, Offline, PlacedExample
 from trainer.drafts.distill import AnyDraft, drafter_of
-from trainer.files.shards import write_text
+from trainer.files.folders import write_text
 from trainer.processes import ALONE, Process
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import DraftRecipe, LoopTrains, PolicySection

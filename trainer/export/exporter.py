@@ -81,7 +81,10 @@ def export(
     if the report or plan is malformed or describes other weights, or if a file reads back differently.
     """
     source, destination = Path(source), Path(destination)
-    _check_given(format, prompts)
+    if format not in FORMATS:
+        raise UserError(f"format is {format!r}: give one of {', '.join(FORMATS)}")
+    if prompts not in (None, NO_PROMPTS) and not Path(prompts).is_file():
+        raise UserError(f"the file {prompts} does not exist: give a .jsonl file with one prompt per line as --prompts")
     _check_destination(artefact_folder(source), destination)
     with opened(source, destination, trust_remote_code) as (source, made):
         check_format(source, format, type)
@@ -105,13 +108,6 @@ def export(
     served = str(destination / TARGET_FOLDER) if (destination / TARGET_FOLDER).is_dir() else model
     commands = commands_of(Serving(artefact, destination, str(destination), served, plan=request.planned))
     return ExportSummary(format, destination, files, compared, commands)
-
-
-def _check_given(format: str, prompts: Path | None) -> None:
-    if format not in FORMATS:
-        raise UserError(f"format is {format!r}: give one of {', '.join(FORMATS)}")
-    if prompts not in (None, NO_PROMPTS) and not Path(prompts).is_file():
-        raise UserError(f"the file {prompts} does not exist: give a .jsonl file with one prompt per line as --prompts")
 
 
 class _Request(NamedTuple):

@@ -69,7 +69,7 @@ def too_few_positions(config: Mapping[str, Any], longest: int) -> list[Trap]:
     return [Trap(found, "train a draft with more positions, or serve shorter texts")]
 
 
-def misread(whose: str, stored: Mapping[str, Any]) -> list[Trap]:
+def misread_keys(whose: str, stored: Mapping[str, Any]) -> list[Trap]:
     """Return the settings that programs reading transformers 4's keys interpret differently from transformers 5.
 
     ``whose`` names the model in the sentence, such as ``the draft's``.

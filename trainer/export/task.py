@@ -132,14 +132,14 @@ def opened(source: Path, destination: Path, trust_remote_code: bool = False) -> 
     """Yield the folder with the weights of a run, a checkpoint or ``quickstart``, and sentences on its preparation.
 
     A checkpoint is first turned into an artefact in a temporary folder next to ``destination``. A run without a
-    ``final`` folder gives its newest checkpoint. Errors: `trainer.run.finish.consolidate`.
+    ``final`` folder gives its newest checkpoint. Errors: `trainer.run.train.consolidate`.
     """
     folder = local_folder(source) if is_gguf(source) or is_embedded(source) else artefact_folder(source)
     checkpoint = None if (folder / "config.json").is_file() or not folder.is_dir() else _checkpoint_in(folder)
     if checkpoint is None:
         yield folder, ()
         return
-    from trainer.run.finish import consolidate
+    from trainer.run.train import consolidate
 
     with scratch_beside(destination) as scratch:
         made = scratch / "final"

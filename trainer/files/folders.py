@@ -1,13 +1,27 @@
-"""Folders that appear whole or not at all, with checksums to detect damage."""
+"""Folders that appear whole or not at all, shards of a store, with checksums to detect damage; and locks of one run.
+
+A shard's seal is a file with a checksum line (`sha256sum -c`), written once the shard is on disk. A killed run leaves a
+shard without a seal; it is written again. Processes writing different shards do not wait for each other.
+"""
 
 import hashlib
+import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import socket
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 
-from safetensors import SafetensorError
+from filelock import BaseFileLock, FileLock, Timeout
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from decoding.errors import UserError
 
@@ -23,7 +37,11 @@ def write_folder(destination: Path, write: Callable[[Path], None], sealed: bool 
     """
     temporary = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
     replaced = destination.with_name(f".{destination.name}.{os.getpid()}.replaced")
-    _clear_what_a_kill_left(destination)
+    for left, kind in _left_by_dead(destination, ("partial", "replaced")):  # a kill may have left these
+        if kind == "replaced" and not destination.exists():
+            left.rename(destination)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         try:
@@ -103,15 +121,6 @@ def scratch_beside(destination: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _clear_what_a_kill_left(destination: Path) -> None:
-    """Restore folders that killed processes were replacing, and remove their incomplete ones."""
-    for left, kind in _left_by_dead(destination, ("partial", "replaced")):
-        if kind == "replaced" and not destination.exists():
-            left.rename(destination)
-        else:
-            shutil.rmtree(left, ignore_errors=True)
-
-
 def _left_by_dead(destination: Path, kinds: Sequence[str]) -> Iterator[tuple[Path, str]]:
     """Yield the hidden folders next to ``destination`` that no running process needs, with their kinds."""
     for left in sorted(destination.parent.glob(f".{destination.name}.*.*")):
@@ -158,3 +167,189 @@ def check_links(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(within):  # resolve fails on a loop
             raise UserError(f"{path} links out of its folder: replace it by the file, or remove it")
+
+
+_MADE_FROM = "made_from"
+"""Key of the metadata in a safetensors file's header."""
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Assignment of examples to shards: whole examples, in data order, up to ``shard_rows`` rows per shard.
+
+    An example with more rows is alone in its shard.
+    """
+
+    lengths: tuple[int, ...]
+    """Rows of each example, possibly 0."""
+    shard_rows: int
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """The number of rows before each example, then of all rows."""
+        return list(accumulate(self.lengths, initial=0))
+
+    @cached_property
+    def shards(self) -> list[range]:
+        """The examples of each shard."""
+        firsts = [0]
+        for index in range(len(self.lengths)):
+            if self._starts[index + 1] - self._starts[firsts[-1]] > self.shard_rows and index > firsts[-1]:
+                firsts.append(index)
+        return [range(*bounds) for bounds in pairwise([*firsts, len(self.lengths)])]
+
+    def num_rows(self, shard: int) -> int:
+        """Count the rows of a shard."""
+        examples = self.shards[shard]
+        return self._starts[examples.stop] - self._starts[examples.start]
+
+    def find(self, index: int) -> tuple[int, slice]:
+        """Return the shard of an example, and its rows in that shard."""
+        shard = bisect_right(self.shards, index, key=lambda examples: examples.start) - 1
+        first = self._starts[index] - self._starts[self.shards[shard].start]
+        return shard, slice(first, first + self.lengths[index])
+
+
+def shard_name(shard: int) -> str:
+    return f"shard-{shard:05d}.safetensors"
+
+
+def digest_of(content: object) -> str:
+    """Return the SHA-256 of plain JSON values."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def digest_of_each(items: Iterable[Sequence[bytes]]) -> str:
+    """Return the SHA-256 of a sequence of items, each of one or more parts.
+
+    Includes the parts' lengths: different items with equally many parts never hash the same bytes.
+    """
+    digest = hashlib.sha256()
+    for item in items:
+        digest.update(b"".join(len(part).to_bytes(8, "little") for part in item))
+        for part in item:
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def write_sealed(path: Path, tensors: dict[str, Tensor], made_from: str) -> None:
+    """Write a safetensors file with its origin, then its seal; raise OSError if the disk is full."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        save_file(tensors, partial, {_MADE_FROM: made_from})
+    except SafetensorError as error:
+        raise OSError(f"{path} could not be written ({error}): make room and start again to resume") from error
+    seal = checksum_line(path.name, sha256_of(partial))
+    _settle(partial, path)
+    write_text(_seal_of(path), seal)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file whole or not at all."""
+    write_lines(path, [text.encode()])
+
+
+def write_lines(path: Path, lines: Iterable[bytes]) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.writelines(lines)
+    _settle(partial, path)
+
+
+def is_whole(path: Path, made_from: str, verify: bool) -> bool:
+    """Return True for a sealed file of full size with this origin; ``verify`` also checks its checksum."""
+    try:
+        digest = read_checksums(_seal_of(path))[path.name]
+        with safe_open(path, framework="pt") as file:  # rejects a file of wrong size
+            if (file.metadata() or {}).get(_MADE_FROM) != made_from:
+                return False
+        return not verify or digest == sha256_of(path)
+    except (OSError, ValueError, KeyError, SafetensorError):
+        return False
+
+
+def is_begun(path: Path) -> bool:
+    """Return True if the file or its seal exists, complete or not."""
+    return path.exists() or _seal_of(path).exists()
+
+
+def _seal_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
+
+
+def _settle(partial: Path, path: Path) -> None:
+    flush_to_disk(partial)
+    partial.rename(path)
+    flush_to_disk(path.parent)
+
+
+LOCK_NAME = "run.lock"
+_PATIENCE = 1.0  # seconds before a wait is reported
+
+
+@contextmanager
+def hold(folder: Path, on_wait: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Lock ``folder`` against other runs while this context lasts; create it if missing.
+
+    A process may lock a folder repeatedly; a kill releases its locks. If another run has the lock, raises UserError
+    naming its process and host. With ``on_wait`` it waits, and after a second passes a sentence to it.
+    """
+    made = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    try:
+        with _acquired(FileLock(folder / LOCK_NAME, is_singleton=True), folder, on_wait):
+            yield
+    finally:
+        if made:
+            with suppress(OSError):  # the folder is not empty
+                folder.rmdir()
+
+
+@contextmanager
+def hold_file(path: Path, on_wait: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Lock the file ``path`` against other runs, by a lock file next to it; wait or raise UserError as `hold` does."""
+    with _acquired(FileLock(path.with_name(f"{path.name}.lock")), path, on_wait):
+        yield
+
+
+@contextmanager
+def _acquired(lock: BaseFileLock, held: Path, on_wait: Callable[[str], None] | None) -> Iterator[None]:
+    path = Path(lock.lock_file)
+    try:
+        try:
+            lock.acquire(timeout=0.0 if on_wait is None else _PATIENCE)
+        except Timeout:
+            if on_wait is None:
+                message = f"{held} is being written by {_holder(path)}"
+                raise UserError(message, "wait until it ends, or give another output") from None
+            on_wait(f"waiting for {_holder(path)} to finish writing {held}")
+            lock.acquire()
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        path.write_text(json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": since}))
+    except OSError as error:
+        lock.release()
+        raise _unwritable(held, error) from error
+    try:
+        yield
+    finally:
+        if lock.lock_counter == 1:
+            path.unlink(
+                missing_ok=True
+            )  # unlink before the release: a process that has opened this file notices and opens it again
+        lock.release()
+
+
+def _unwritable(held: Path, error: OSError) -> OSError:
+    return OSError(f"{held} cannot be written ({error.strerror or error}): make room or give another output")
+
+
+def _holder(path: Path) -> str:
+    try:
+        content = json.loads(path.read_text())
+        return f"process {content['process']} on {content['host']} (since {content['since']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"

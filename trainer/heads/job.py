@@ -13,16 +13,15 @@ from trainer.job import Job, shared_identity
 from trainer.processes import Process, from_first
 from trainer.recipe.heads import MedusaRecipe
 from trainer.target.features import StoredFeatures, ensure_features
-from trainer.target.hidden import HiddenStates, OnlineTarget, logit_transform
 from trainer.target.least_squares import fit_states
-from trainer.target.loading import StoredTarget, load_data, load_target
+from trainer.target.loading import HiddenStates, OnlineTarget, StoredTarget, load_data, load_target, logit_transform
 from trainer.target.vocabulary import most_frequent_trained, say_coverage
 
 
 def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process, begins: bool = False) -> Job:
     """Load and check everything that the recipe names, and write missing features.
 
-    Every process calls this. ``begins``: see `trainer.run.assemble`.
+    Every process calls this. ``begins``: see `trainer.run.train`.
     """
     check_init(recipe.heads)
     tokenizer, dataset, heldout = load_data(recipe)

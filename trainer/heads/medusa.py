@@ -21,19 +21,18 @@ from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
+from decoding.model.forward import lm_head_input
 from decoding.model.heads import MedusaConfig, MedusaHead, MedusaHeads, read_config
 from decoding.model.hub import local_folder
-from decoding.model.lm_head import lm_head_input
 from decoding.model.vocabulary import over_vocabulary
 from decoding.rules.best_tree import best_tree
 from trainer.data.batch import Batch, flat_rows
 from trainer.learning.fused import Bias, FusedLoss, fused_loss
-from trainer.learning.losses import HiddenTeacher, LossMix, Teacher
+from trainer.learning.losses import HiddenTeacher, LossMix, Places, Teacher
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums, rank_shares
-from trainer.learning.places import Places
 from trainer.recipe.heads import HeadsSection
-from trainer.target.hidden import HiddenStates, LogitTransform
 from trainer.target.least_squares import Start, start_bias
+from trainer.target.loading import HiddenStates, LogitTransform
 
 
 class HeadLabels(NamedTuple):

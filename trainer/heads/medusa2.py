@@ -17,8 +17,8 @@ from decoding.drafters.registry import named_drafter
 from decoding.errors import UserError
 from decoding.model.architecture import is_spread
 from decoding.model.causal_lm import CausalLM
+from decoding.model.forward import lm_head_input, run_in_lm_head
 from decoding.model.heads import MedusaHeads
-from decoding.model.lm_head import lm_head_input, run_in_lm_head
 from trainer.data.batch import Batch, flat_rows
 from trainer.files.transformers4 import write_model
 from trainer.heads.medusa import (
@@ -37,7 +37,7 @@ from trainer.learning.losses import HiddenTeacher, LossMix
 from trainer.learning.objective import GreedyTexts, TermSums
 from trainer.learning.spans import span
 from trainer.recipe.heads import AdaptersSection, HeadsSection
-from trainer.target.hidden import check_logits, logit_scale, logit_transform
+from trainer.target.loading import check_logits, logit_scale, logit_transform
 
 if TYPE_CHECKING:  # slow to import, and needed only here
     from peft import PeftModel

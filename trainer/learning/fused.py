@@ -13,8 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from decoding.errors import UserError
-from trainer.learning.losses import KnownLogits, LossMix, Softmax, Teacher, TokenDivergences
-from trainer.learning.places import PlacedRows, Places
+from trainer.learning.losses import KnownLogits, LossMix, PlacedRows, Places, Softmax, Teacher, TokenDivergences
 
 
 class Bias(NamedTuple):

@@ -9,8 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from trainer.data.batch import Batch, collate
-from trainer.data.source import BatchSource
+from trainer.data.batch import Batch, BatchSource, collate
 from trainer.learning.objective import Objective
 from trainer.learning.spans import span
 from trainer.recipe.common import TrainingSection
@@ -115,9 +114,7 @@ class Feed:
             examples, size = self._source.examples_at(step, self._positions), self._section.micro_batch_size
             examples = sorted(examples, key=lambda each: len(each.example.tokens))  # little padding in a micro batch
             shares = [examples[start : start + size] for start in range(0, len(examples), size)]
-            batches = [
-                collate([each.example for each in share], [each.example_index for each in share]) for share in shares
-            ]
+            batches = [collate([e.example for e in share], [e.example_index for e in share]) for share in shares]
             labels = torch.stack([self._objective.counts(batch, step) for batch in batches]).sum(0)
             counts = torch.cat((labels, torch.stack([batch.labelled(1).sum() for batch in batches]).sum()[None]))
             self._collated = step, batches, counts

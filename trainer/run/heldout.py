@@ -9,9 +9,8 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from decoding.engine import Engine
 from decoding.errors import UserError
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.measure.compare import verdict
 from decoding.measure.measurement import count_steps
 from decoding.metrics import StepCount, acceptance, ratio_of_rates

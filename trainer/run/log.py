@@ -19,12 +19,11 @@ from decoding.errors import UserError
 from decoding.model.hub import shortened
 from decoding.model.loading import first_line
 from decoding.model.stored import read_object
-from trainer.files.shards import write_text
+from trainer.files.folders import write_text
 from trainer.learning.spans import StepTimes
 from trainer.recipe.reading import AnyRecipe
 from trainer.run.checkpoint import Checkpoints, Progress
-from trainer.terminal.console import say
-from trainer.terminal.progress import ProgressBar
+from trainer.terminal.console import ProgressBar, say
 
 METRICS = "metrics.jsonl"
 """Name of the file with a run's figures, in its output folder."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from decoding.errors import UserError
-from trainer.data.source import BatchSource
+from trainer.data.batch import BatchSource
 from trainer.learning.objective import Objective
 from trainer.processes import agreed, any_process, from_first, on_first
 from trainer.recipe.common import TrainingSection

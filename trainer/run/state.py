@@ -67,7 +67,11 @@ def _gathered(reads: Mapping[str, Callable[[], Tensor]], keep: bool) -> Tensors:
 def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy gathered weights into a module not sharded yet; raise UserError if their names differ."""
     places = {**trained_parameters(module), **_buffers(module)}
-    _check_same(set(places), set(weights))
+    if differing := sorted(set(places) ^ set(weights)):
+        raise UserError(
+            f"the checkpoint belongs to another model: {len(differing)} tensors differ, such as {differing[0]}. "
+            "Give the recipe another output folder, or delete this one to start over"
+        )
     with torch.no_grad():
         for name, place in places.items():
             place.copy_(weights[name])
@@ -106,15 +110,6 @@ def _buffers(module: nn.Module) -> Tensors:
         for name, buffer in part.named_buffers(recurse=False)
         if name not in part._non_persistent_buffers_set
     }
-
-
-def _check_same(here: set[str], saved: set[str]) -> None:
-    if here != saved:
-        differing = sorted(here ^ saved)
-        raise UserError(
-            f"the checkpoint belongs to another model: {len(differing)} tensors differ, such as {differing[0]}. "
-            "Give the recipe another output folder, or delete this one to start over"
-        )
 
 
 def _whole(tensor: Tensor) -> Tensor:

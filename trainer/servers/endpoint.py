@@ -138,9 +138,7 @@ class EndpointBackend:
         except _NoAnswer as error:
             return FailedConversation(conversation, error.problem, str(error), again=True)
         answers, tokens = tuple(reply.message for reply in replies), sum(reply.tokens for reply in replies)
-        ids, prompts = (
-            _if_all(each) for each in zip(*((reply.ids, reply.prompt_ids) for reply in replies), strict=True)
-        )
+        ids, prompts = (_if_all(each) for each in zip(*((each.ids, each.prompt_ids) for each in replies), strict=True))
         last = replies[-1]
         return AnsweredConversation(conversation, answers, tokens, last.truncated, ids, prompts, last.model)
 

@@ -1,16 +1,138 @@
-"""Comparison of the server's greedy texts with the target: best token or near-tie, and the same end."""
+"""Comparisons of a server's reading of a prompt with the chat template, and of its greedy texts with the target.
 
-from collections.abc import Sequence
+A text has the target's best token or a near-tie everywhere, and the same end.
+
+A server can also score its greedy texts, without a draft, in passes over one token and over several. A pass over
+several tokens may round differently from passes over one, most of all with quantised weights. Speculation verifies its
+drafts in passes over several tokens, so its texts may leave those of plain decoding at near-ties. These scores tell
+such differences from faults. Every request asks for one token, so nothing is drafted. The server's cache holds all but
+the last ``width`` tokens of its prompt, so these are computed in one pass.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from decoding.measure.proof.finding import Finding
+from decoding.errors import UserError
+from decoding.measure.proof.finding import Finding, judged, ok, problem, undecided
 from decoding.measure.proof.greedy import cut_at_ends, ends, greedy_identity, near_tie
 from decoding.measure.proof.reference import EngineText, Reference
-from decoding.prompts import encode_continuation
-from trainer.servers.answers import Completion
+from decoding.prompts import encode_continuation, encode_prompt
+from decoding.rules.tree import common_length
+from trainer.servers.answers import Completion, CompletionRequest
+
+if TYPE_CHECKING:
+    from trainer.servers.client import ServedModel
+
+TEMPLATE = "token ids of the prompt"
+_CONTEXT = 4
+"""Tokens shown before and after the first difference."""
+_COMPARED = 4
+"""Number of prompts to compare; a template treats all alike."""
+
+Messages = list[dict[str, str]]
+
+
+class HeldOutPrompt(NamedTuple):
+    """A held-out prompt. ``ids`` are its local token ids. ``messages`` is None for plain text to continue."""
+
+    text: str
+    messages: Messages | None
+    ids: tuple[int, ...]
+
+
+class ServerPrompt(NamedTuple):
+    """A prompt as the server read it: token ids and length, each None if not reported."""
+
+    ids: tuple[int, ...] | None
+    length: int | None
+
+
+def ask_rendered(served: "ServedModel", prompts: Sequence[HeldOutPrompt]) -> list[ServerPrompt]:
+    """Return how the server read the first prompts; each takes a request for one token."""
+    few = prompts[:_COMPARED]
+    requests = [CompletionRequest(each.text if each.messages is None else tuple(each.messages), 1) for each in few]
+    answers = [(answer.prompt_ids, answer.prompt_tokens) for answer in served.many(requests)]
+    return [ServerPrompt(ids, length if ids is None else len(ids)) for ids, length in answers]
+
+
+def compare_rendered(
+    prompts: Sequence[HeldOutPrompt], rendered: Sequence[ServerPrompt], tokenizer: PreTrainedTokenizerBase
+) -> Finding:
+    """Compare the tokens of each prompt, and explain the first difference."""
+    compared = 0
+    for prompt, server in zip(prompts, rendered, strict=False):
+        if server.ids is not None and server.ids != prompt.ids:
+            found, remedy = _explained(prompt, server.ids, tokenizer)
+            return problem(TEMPLATE, found, remedy, ours=list(prompt.ids), server=list(server.ids))
+        if server.length is not None and server.length != len(prompt.ids):
+            found = f"the server reads {server.length} tokens in a prompt of {len(prompt.ids)} tokens"
+            likely = [(name, remedy) for name, remedy, ids in _variants(prompt, tokenizer) if len(ids) == server.length]
+            if len(likely) == 1:
+                return problem(TEMPLATE, f"{found}, as if it {likely[0][0]}", likely[0][1])
+            return problem(TEMPLATE, found, "compare chat template, system prompt and thinking mode with the server's")
+        compared += server.length is not None
+    if not compared:
+        return undecided(TEMPLATE, "the server reports neither the token ids nor the length of prompts")
+    by_ids = all(server.ids is not None for server in rendered)
+    return ok(TEMPLATE, f"{compared} prompts have the same {'token ids' if by_ids else 'number of tokens'}")
+
+
+def _variants(prompt: HeldOutPrompt, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield common wrong renderings of a prompt: a description, its remedy, and the token ids."""
+    bos = tokenizer.bos_token_id
+    if bos is not None and prompt.ids[:1] == (bos,):
+        yield f"lacks the BOS ({bos})", "serve the tokenizer that was used in training", prompt.ids[1:]
+    if bos is not None:
+        once = "let only the template or the tokenizer add BOS: send the rendered text with add_special_tokens false"
+        twice = " twice" if prompt.ids[:1] == (bos,) else ""
+        yield f"begins with BOS ({bos}){twice}", once, (int(bos), *prompt.ids)
+    if prompt.messages is None or tokenizer.chat_template is None:
+        return
+
+    def render(**options: Any) -> tuple[int, ...]:
+        rendered: Any = tokenizer.apply_chat_template(list(prompt.messages or ()), return_dict=True, **options)
+        return tuple(rendered["input_ids"])
+
+    ask = "let the server add the generation prompt (add_generation_prompt true), or use its chat endpoint"
+    yield "lacks the generation prompt", ask, render(add_generation_prompt=False)
+    for mode, here in (("on", "false"), ("off", "true")):
+        remedy = (
+            f"use one mode in training and serving: chat_template_kwargs {{'enable_thinking': {here}}} in the request "
+            "selects the mode used here"
+        )
+        ids = render(add_generation_prompt=True, enable_thinking=mode == "on")
+        yield f"has the thinking mode {mode}", remedy, ids
+    plain = encode_prompt(prompt.messages, tokenizer, chat=False)
+    yield "lacks the chat template", "serve the target's chat template (--chat-template)", plain
+
+
+def _explained(prompt: HeldOutPrompt, server: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """Return the first differing token in context, with the cause if known, and the remedy."""
+    index = common_length(prompt.ids, server)
+    before = str(tokenizer.decode(list(prompt.ids[max(0, index - _CONTEXT) : index])))
+    shown = []
+    for tokens in (server, prompt.ids):
+        text = str(tokenizer.decode(list(tokens[index : index + _CONTEXT])))
+        shown.append(f"{tokens[index]} ({text!r}…)" if index < len(tokens) else "missing (the prompt ends)")
+    where = f"after {before!r}, token {index} is {shown[0]}, but {shown[1]} here"
+    for name, remedy, ids in _variants(prompt, tokenizer):
+        if ids == server:
+            return f"the server's prompt {name}: {where}", remedy
+    rest = prompt.ids[index:]
+    if len(server) > len(prompt.ids) and server[len(server) - len(rest) :] == rest:
+        added = server[index : len(server) - len(rest)]
+        return (
+            f"the server adds {len(added)} tokens to the prompt, {str(tokenizer.decode(list(added)))!r}: {where}",
+            "train with this system prompt, or send the one from training (an empty system message, or another "
+            "--chat-template)",
+        )
+    return (f"the server renders the prompt differently: {where}", "serve the training's tokenizer and chat template")
+
 
 TEXT = "the target's greedy text"
 _OTHER_END = (
@@ -72,3 +194,99 @@ def tokens_of(
         alone: list[int] = tokenizer(rest, add_special_tokens=False)["input_ids"]
         found = [*ours[:same], *(encode_continuation(rest, tokenizer) if same else alone)]
     return answer.with_end(found, eos)
+
+
+CHECK = "rounding or rule"
+_BEST, _MOST_WALKS = 20, 16
+"""Tokens whose scores are compared at a place, and differences of a text that are also scored at the other width."""
+_MOST_ROUNDING = 4 * near_tie(torch.bfloat16)
+"""A larger change of a gap by the width of a pass is a fault: rounding to 8 bits, as in bf16, cannot cause it."""
+Scores = Mapping[int, float]
+"""Log-probabilities of the best tokens by id."""
+
+
+class Scorer(NamedTuple):
+    """A server that scores texts. ``controls`` switch off its own sampling controls.
+
+    ``forced`` is a token of whole characters: every request makes the server write it, because llama.cpp leaves out the
+    scores of a token that ends inside a character.
+    """
+
+    served: "ServedModel"
+    controls: Mapping[str, object]
+    forced: int
+
+    def scores(self, text: EngineText, last: int, width: int) -> dict[int, Scores]:
+        """Return the scores of tokens by their place in the text (from 0), from passes over ``width`` tokens.
+
+        The last pass scores place ``last``. The first pass after the prompt may be narrower; its scores are left out.
+        Raises UserError if the server reports no scores, or computes more tokens than asked.
+        """
+        found, known = dict[int, Scores](), 0
+        for place in (0, *range(last % width or width, last + 1, width)):
+            controls = {**self.controls, "cache_prompt": place > 0, "logit_bias": {str(self.forced): 1000}}
+            prompt = (*text.prompt, *text.tokens[:place])
+            (answer,) = self.served.many([CompletionRequest(prompt, 1, logprobs=_BEST, controls=controls)])
+            computed = len(prompt) - (answer.cached or 0)
+            if not answer.likely:
+                raise UserError("it reports no scores by token id")
+            if place and computed != place - known:
+                raise UserError(f"it computed {computed} tokens at a time, not {place - known}")
+            if place - known == width:
+                found[place] = answer.likely
+            known = place
+        return found
+
+
+def rounding_or_rule(scorer: Scorer, texts: Sequence[EngineText], width: int, ends: Sequence[int]) -> Finding:
+    """Score greedy texts one token at a time and ``width`` tokens at a time, and judge where they leave the first.
+
+    A difference is a token that is not the best of its place in passes over one token. Rounding explains it if its gap
+    to the best is not above the largest change of a gap between two tokens by the width of a pass, and that change is
+    small enough for rounding. ``ends`` are the ids that end a text. The finding is open if the server cannot be asked.
+    """
+    gaps, changes, turned, places = list[float](), list[float](), 0, 0
+    try:
+        for text in texts:
+            last = len(text.tokens) - 1
+            single = scorer.scores(text, last, 1)
+            places += len(single)
+            pairs = {at: {text.tokens[at], _best(scores)} for at, scores in single.items()}
+            differences = [at for at, pair in pairs.items() if len(pair) > 1 and not pair <= set(ends)]
+            gaps += [single[at][_best(single[at])] - single[at].get(text.tokens[at], -math.inf) for at in differences]
+            for end in {last, *differences[:_MOST_WALKS]}:
+                for at, scores in scorer.scores(text, end, width).items():
+                    moved = [scores[token] - single[at][token] for token in scores.keys() & single[at].keys()]
+                    changes.append(max(moved) - min(moved) if moved else math.inf)
+                    turned += _best(scores) != _best(single[at])
+    except UserError as error:
+        return undecided(CHECK, f"the server does not score its texts without a draft, so this stays open: {error}")
+    widest, most = max(gaps, default=0.0), max(changes, default=0.0)
+    passed, equal = widest <= most <= _MOST_ROUNDING, places - len(gaps)
+    found = f"without a draft, a token at a time, the server itself writes {equal:,} of these {places:,} tokens"
+    if gaps:
+        found += f"; the others are up to {widest:.3g} below its best"
+    found += f"; {width} tokens at a time change gaps between its tokens by up to {most:.3g}, and its best token at "
+    verdict = "the texts differ by rounding, not by the rule" if passed else "the rule, or its cache, is wrong"
+    found += f"{turned} of {len(changes):,} places: {verdict}"
+    figures = {"texts": len(texts), "places": places, "differences": len(gaps), "widest_gap": widest, "width": width}
+    figures |= {"places_at_width": len(changes), "other_best_at_width": turned, "largest_change": most}
+    return judged(CHECK, passed, found, **figures)
+
+
+def explained(identity: Finding, evidence: Finding, quantised: bool) -> Finding:
+    """Return the finding of `greedy_identity` as a note if rounding in the server explains its faults.
+
+    ``evidence`` is the finding of `rounding_or_rule`, with what the width of a pass changes. For ``quantised`` weights
+    a near-tie of bf16 is rounding too, because llama.cpp's kernels for them round activations to 8 bits.
+    """
+    rounding = max(evidence.figures.get("largest_change", 0.0), near_tie(torch.bfloat16) if quantised else 0.0)
+    if evidence.status != "ok" or identity.figures["widest_fault"] > rounding:
+        return identity
+    told = f"{identity.found}; rounding in the server explains gaps of up to {rounding:.3g}"
+    remedy = f"see '{CHECK}'; serve the weights in f32 to compare without rounding"
+    return replace(identity, status="note", found=told, remedy=remedy)
+
+
+def _best(scores: Scores) -> int:
+    return max(scores, key=lambda token: scores[token])

@@ -11,7 +11,7 @@ from decoding.measure.proof.reference import EngineText, Reference
 from trainer.servers.answers import CONTROLS, Completion, CompletionRequest
 from trainer.servers.client import ServedModel
 from trainer.servers.counters import find_counts
-from trainer.servers.widths import Scorer, rounding_or_rule
+from trainer.servers.texts import Scorer, rounding_or_rule
 
 Source = Literal["token ids", "token ids with the log-probabilities", "texts alone, tokenized again here"]
 

@@ -19,16 +19,22 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
-from decoding.model.lm_head import capture_lm_head_input, hooked, last_position, lm_head_input
-from decoding.model.taps import begun_behind, capture_taps, layers_of
+from decoding.model.forward import (
+    begun_behind,
+    capture_lm_head_input,
+    capture_taps,
+    hooked,
+    last_position,
+    layers_of,
+    lm_head_input,
+)
 from trainer.data.batch import Batch, Example, collate
-from trainer.files.shards import digest_of_each
+from trainer.files.folders import digest_of_each
 from trainer.learning.losses import HiddenTeacher
 from trainer.learning.spans import span
 from trainer.processes import Process, on_first
 from trainer.recipe.heads import FeaturesSection, StatesDtype
-from trainer.target.hidden import OnlineTarget, logit_transform
-from trainer.target.loading import Target
+from trainer.target.loading import OnlineTarget, Target, logit_transform
 from trainer.target.store import BATCH_TOKENS, MANIFEST, Column, Identity, Store, ensure_store
 
 LARGEST_KL = 0.01
@@ -164,7 +170,7 @@ class FeatureStore(Store[FeatureIdentity]):
 
 
 class StoredFeatures:
-    """`trainer.target.hidden.HiddenStates` from disk, without a loaded target."""
+    """`trainer.target.loading.HiddenStates` from disk, without a loaded target."""
 
     def __init__(self, store: FeatureStore, config: PreTrainedConfig, device: torch.device) -> None:
         """Read ``store`` for training on ``device``; ``config`` is the target's."""

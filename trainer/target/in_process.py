@@ -10,11 +10,11 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
-from decoding.engine import Engine
 from decoding.errors import UserError
-from decoding.generate import DecodingConfig, check_prompt
+from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.prompts import encode_prompt
+from decoding.text import check_prompt
 from trainer.data.answers import AnsweredConversation, FailedConversation, Outcome
 from trainer.data.chat import TranscriptEncoder, read_answer
 from trainer.data.conversations import AnswerKey, Message, OpenConversation, answer_message, is_empty
@@ -138,7 +138,7 @@ class TargetBackend:
         try:
             messages, tools = conversation.open_after(text.answers), conversation.tools
             prompt = conversation.spelled or encode_prompt(messages, self._tokenizer, conversation.chat, tools=tools)
-            check_prompt(self._target, prompt, self._config)
+            check_prompt(self._target, prompt, self._config.max_new_tokens)
         except (TemplateError, UserError) as error:
             text.problem = str(error)
             return None

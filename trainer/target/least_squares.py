@@ -20,7 +20,7 @@ from torch import Tensor
 
 from decoding.model.markov import MarkovBias
 from trainer.data.batch import Example, collate, flat_rows
-from trainer.target.hidden import HiddenStates
+from trainer.target.loading import HiddenStates
 
 _TOGETHER = 4096
 """Tokens from which rows are run: enough for a GPU."""

@@ -1,19 +1,28 @@
-"""A recipe's target, loaded or only on disk."""
+"""A recipe's target, loaded or only on disk; its hidden states, and its step from lm_head products to logits.
+
+`trainer.target.features` reads the states from disk.
+"""
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.dtypes import parse_dtype
 from decoding.errors import UserError
 from decoding.model.architecture import max_positions, why_no_chains
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
+from decoding.model.forward import capture_lm_head_input, capture_taps, lm_head_input
 from decoding.model.loading import eos_token_ids, load_config, load_model, load_tokenizer
-from trainer.data.batch import check_documents_are_apart
+from trainer.data.batch import Batch, check_documents_are_apart
 from trainer.data.dataset import Dataset, heldout_prompts, load_splits
+from trainer.learning.spans import span
 from trainer.processes import agreed, from_first
 from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.heads import MedusaRecipe
@@ -88,3 +97,126 @@ def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) 
     if recipe.data.packing:
         check_documents_are_apart(model.model)
     return model
+
+
+LogitTransform = Callable[[Tensor], Tensor]
+
+
+class HiddenStates(Protocol):
+    """A frozen target's states and lm_head, for training heads."""
+
+    transform: LogitTransform | None
+    """Function from the lm_head's products to logits; None if they are equal."""
+
+    @property
+    def lm_head(self) -> Float[Tensor, "vocab hidden"]:
+        """The weight of the target's lm_head."""
+
+    def read(self, batch: Batch) -> Float[Tensor, "batch positions hidden"] | None:
+        """Return a batch's states from disk, on its device; None if the target must run."""
+
+    def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
+        """Run the target; return the lm_head's input, on the batch's device."""
+
+
+class OnlineTarget:
+    """The target, run on every batch without gradients."""
+
+    def __init__(self, target: CausalLM) -> None:
+        check_logits(target.model)
+        self._model, self._layers = target.model.requires_grad_(False), target.num_layers
+        self.transform = logit_transform(target.model.config.get_text_config(decoder=True))
+
+    @property
+    def lm_head(self) -> Float[Tensor, "vocab hidden"]:
+        weight: Tensor = self._model.get_output_embeddings().weight
+        return weight
+
+    def read(self, batch: Batch) -> Tensor | None:
+        """Return None: nothing is stored."""
+        return None
+
+    def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
+        return self.tapped(batch, ())[0]
+
+    @torch.no_grad()
+    def tapped(self, batch: Batch, taps: Sequence[int], stored: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the lm_head's input and the states after the layers ``taps``, from one run of the target.
+
+        Shapes (batch, positions, hidden) and (batch, positions, taps), on the batch's device; the second is empty
+        without taps. ``stored`` is the result of `read` on that device.
+        """
+        device = batch.tokens.device  # a target spread over devices may end on another device
+        inputs, found = batch.model_inputs(), list[Tensor]()
+        with span("target"):
+            for rows, longest in _of_similar_length(batch):
+                part = {name: value if value is None else value[rows, :longest] for name, value in inputs.items()}
+                with capture_taps(self._model, self._layers, taps) as tapped:
+                    hidden = lm_head_input(self._model, part)
+                states = [each.to(device) for each in (hidden, tapped[0] if tapped else hidden[..., :0])]
+                if isinstance(rows, slice):
+                    return states[0], states[1]
+                found = found or [each.new_zeros(*batch.tokens.shape, each.shape[-1]) for each in states]
+                for whole, each in zip(found, states, strict=True):
+                    whole[rows, :longest] = each
+        return found[0], found[1]
+
+
+_ENOUGH = 512
+"""Tokens of a forward pass beyond which a CPU's products get no faster."""
+
+
+def _of_similar_length(batch: Batch) -> list[tuple[list[int] | slice, int]]:
+    """Return the rows to run together, each time with the length of the longest.
+
+    A GPU runs all of them. A CPU runs few rows of similar length at a time, which need little padding.
+    """
+    everything: list[tuple[list[int] | slice, int]] = [(slice(None), batch.tokens.shape[1])]
+    if batch.tokens.device.type != "cpu":
+        return everything
+    lengths = batch.attention_mask.sum(1).tolist()
+    groups: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if not groups or lengths[groups[-1][0]] * (len(groups[-1]) + 1) > _ENOUGH:
+            groups.append([])
+        groups[-1].append(row)
+    return everything if len(groups) == 1 else [(rows, lengths[rows[0]]) for rows in groups]
+
+
+# --- from products to logits ----------------------------------------------------------------------------------------
+
+
+def logit_scale(config: PreTrainedConfig) -> float:
+    """Return the factor from the lm_head's products to logits: Cohere multiplies, Granite divides."""
+    factor, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
+    return float(factor or 1.0) / float(divisor or 1.0)
+
+
+def logit_transform(config: PreTrainedConfig) -> LogitTransform | None:
+    """Return the function from products to logits (`logit_scale`, Gemma-2's soft cap); None if they are equal."""
+    scale, cap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
+    if cap:
+        return lambda logits: torch.tanh(logits * scale / cap) * cap
+    return None if scale == 1.0 else lambda logits: logits * scale
+
+
+@torch.no_grad()
+def check_logits(model: PreTrainedModel, role: str = "target") -> None:
+    """Raise UserError for a model whose logits are not `logit_transform` of its lm_head's products.
+
+    Losses are computed from these products and would train a wrong distribution.
+    """
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise UserError(f"the {role}'s lm_head has a bias, and training does not support one: give another {role}")
+    tokens = torch.tensor([[0, 1]], device=model.device)
+    with capture_lm_head_input(model) as captured:
+        logits = model(input_ids=tokens, use_cache=False).logits
+    weight = model.get_output_embeddings().weight
+    products = weight @ captured[0][0].to(weight.device).mT
+    transform = logit_transform(model.config.get_text_config(decoder=True))
+    expected = (products.mT if transform is None else transform(products.mT)).to(logits.device)
+    if not torch.allclose(logits[0].float(), expected.float(), rtol=0.05, atol=0.05 * float(expected.abs().max())):
+        raise UserError(
+            f"training does not support how the {role} ({model.config.model_type}) turns lm_head products into logits: "
+            f"give another {role}"
+        )

@@ -1,6 +1,6 @@
 """Store on disk of what a target computes for a data set: written once, read at every step.
 
-A folder contains shards of rows (see `trainer.files.shards`), ``weights.safetensors`` for tensors shared by all
+A folder contains shards of rows (see `trainer.files.folders`), ``weights.safetensors`` for tensors shared by all
 examples, and ``manifest.json`` with the origin and the rows of each example. An `Identity` defines the row and its
 tensors; a `Writer` computes them.
 """
@@ -24,11 +24,9 @@ from decoding.errors import UserError
 from decoding.measure.machine import commit, versions
 from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Batch, Example, collate
-from trainer.files.lock import hold
-from trainer.files.shards import ShardLayout, digest_of, is_begun, is_whole, shard_name, write_sealed, write_text
+from trainer.files.folders import ShardLayout, digest_of, hold, is_begun, is_whole, shard_name, write_sealed, write_text
 from trainer.processes import ALONE, Process, agreed, on_first
-from trainer.terminal.console import say
-from trainer.terminal.progress import ProgressBar
+from trainer.terminal.console import ProgressBar, say
 
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 BATCH_TOKENS = 8192  # of a forward pass, padding included; one example may be longer

@@ -21,9 +21,9 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
-from decoding.model.lm_head import capture_lm_head_input
+from decoding.model.forward import capture_lm_head_input
 from trainer.data.batch import Batch, Example
-from trainer.files.shards import digest_of_each
+from trainer.files.folders import digest_of_each
 from trainer.learning.losses import SampledTailTeacher
 from trainer.processes import Process
 from trainer.recipe.draft import TeacherSection

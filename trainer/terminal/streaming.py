@@ -10,10 +10,8 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from decoding.generate import Step
 from decoding.measure.markdown import visible
-from decoding.stream import Tally, stream_pieces
-from decoding.text import TextDecoder
+from decoding.text import Step, Tally, TextDecoder, stream_pieces
 
 DRAFTED, OWN = Style.parse("green"), Style.parse("bold")
 """Styles of accepted draft tokens and of the target's own; bold differs even without colours."""

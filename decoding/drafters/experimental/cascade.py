@@ -27,9 +27,8 @@ from decoding.drafters.growth import Growth, StaticTree
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.decide import decide
-from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import HistoryRows, SamplingConfig, adjusted_logits, probabilities
-from decoding.rules.tree import TokenTree, common_length, fetch_tokens
+from decoding.rules.tree import Proposal, ProposalKind, TokenTree, common_length, fetch_tokens
 from decoding.rules.verify import Verdict
 
 _NO_TEXT = torch.empty(0)

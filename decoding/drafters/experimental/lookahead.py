@@ -26,9 +26,8 @@ from decoding.drafters.base import Drafter, DraftRequest, TextStart
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
-from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig, best_tokens
-from decoding.rules.tree import TokenTree, TokenTrie
+from decoding.rules.tree import Proposal, ProposalKind, TokenTree, TokenTrie
 
 
 class LookaheadDrafter(Drafter):

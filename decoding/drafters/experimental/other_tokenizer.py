@@ -15,9 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from decoding.drafters.base import DraftRequest, TextDrafter, TextSession, TextStart, chain_budgets
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
-from decoding.rules.proposal import Proposal, ProposalKind
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import TokenTree, common_length
+from decoding.rules.tree import Proposal, ProposalKind, TokenTree, common_length
 
 _LOOKBEHIND = 10  # number of earlier tokens that are encoded with the new ones, to split them as in the whole text
 _HALF = "\ufffd"  # replacement character, written by decoders for the bytes of an incomplete character
@@ -86,9 +85,8 @@ class OtherTokenizerSession(TextSession):
             return Proposal.root_only(request.tokens[-1], self._target.device)
         written = self._continue(own)
         drafted = self._translate(request.tokens, own, written)[:depth]
-        return Proposal(
-            TokenTree.chain([request.tokens[-1], *drafted], self._target.device), ProposalKind.DETERMINISTIC
-        )
+        tree = TokenTree.chain([request.tokens[-1], *drafted], self._target.device)
+        return Proposal(tree, ProposalKind.DETERMINISTIC)
 
     def _own_tokens(self, tokens: Sequence[int]) -> list[int]:
         """Encode the text with the draft's tokenizer; empty if the text ends inside a character."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from decoding.drafters.spec import DrafterSpec
-from decoding.engine import Engine
 from decoding.errors import UserError
+from decoding.generate import Engine
 from decoding.measure.planning.forms import Family, Load, RankCounts, family_of
 from decoding.measure.planning.step_costs import Candidate, Prediction, StepCosts, best, depth_by_batch_size
 from decoding.measure.planning.survey import CostSurvey, PlanConfig

@@ -15,9 +15,8 @@ import torch
 
 from decoding.drafters.base import Drafter
 from decoding.drafters.spec import DrafterSpec
-from decoding.engine import Engine
 from decoding.errors import UserError
-from decoding.generate import DecodingConfig
+from decoding.generate import DecodingConfig, Engine
 from decoding.metrics import StepCount, predicted_speedup
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import Costs

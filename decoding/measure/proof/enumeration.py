@@ -19,8 +19,7 @@ from torch import Tensor
 
 from decoding.drafters.hybrid import graft
 from decoding.rules.drawing import RandomSource
-from decoding.rules.proposal import Proposal, ProposalKind
-from decoding.rules.tree import TokenTree, TreeShape
+from decoding.rules.tree import Proposal, ProposalKind, TokenTree, TreeShape
 from decoding.rules.verify import Decide, Rule, Verdict
 
 Result = TypeVar("Result")
