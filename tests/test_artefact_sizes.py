@@ -14,6 +14,7 @@ from tiny_tokenizer import byte_tokenizer
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
+from decoding.model.folder import check_model_folder
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import (
     is_heads_folder,
@@ -23,7 +24,7 @@ from decoding.model.loading import (
     load_tokenizer,
     model_without_weights,
 )
-from decoding.model.stored import CONFIG_NAME, WEIGHTS_NAME, check_model_folder
+from decoding.model.stored import CONFIG_NAME, WEIGHTS_NAME
 from decoding.rules.tree import MOST_NODES
 from trainer.export.exporter import export
 

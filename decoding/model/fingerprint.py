@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.errors import UserError
+from decoding.model.folder import adapted_model
 from decoding.model.hub import local_folder
 from decoding.model.loading import TOKENIZER_PROBE, is_heads_folder, reason
-from decoding.model.stored import adapted_model, read_header, weight_files
+from decoding.model.stored import read_header, weight_files
 from decoding.model.vocabulary import OUTPUT_TOKENS_KEY, OUTPUT_TOKENS_NAME
 
 _DIGITS = 16

@@ -31,18 +31,10 @@ from decoding.model.architecture import is_spread, places_of, why_not_static
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft, check_ends
 from decoding.model.dspark_config import is_dspark_folder, read_dspark_config
+from decoding.model.folder import adapted_model, check_model_folder, quantisation
 from decoding.model.heads import FORMAT, MedusaHeads, read_config
 from decoding.model.hub import local_folder
-from decoding.model.stored import (
-    CONFIG_NAME,
-    adapted_model,
-    check_finite,
-    check_model_folder,
-    quantisation,
-    read_header,
-    read_object,
-    weight_files,
-)
+from decoding.model.stored import CONFIG_NAME, check_finite, read_header, read_object, weight_files
 from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary
 
 _LOGGER = logging.getLogger(__name__)

@@ -1,9 +1,9 @@
-"""The drafters, families and batch sizes that tests/test_generate.py leaves out, in the same tests."""
+"""The drafters, families and batch sizes that tests/test_generate_batch.py leaves out, in the same tests."""
 
 import pytest
-import test_generate as few
+import test_generate_batch as few
 from scripted_drafters import RandomPolicy
-from test_generate import COUNT, DRAFTERS, FEW_DRAFTERS, SEVEN, drafter_of, llama, plain_texts
+from test_generate_batch import COUNT, DRAFTERS, FEW_DRAFTERS, PROMPTS, drafter_of, llama, plain_texts
 
 from decoding.generate import DecodingConfig, Engine
 
@@ -17,5 +17,5 @@ def test_every_row_is_sampled_as_it_is_alone_whatever_stands_beside_it(name: str
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_greedy_rows_stay_plain_greedy_where_a_policy_drafts_now_and_then(name: str) -> None:
-    texts = Engine(llama(), drafter_of(name), RandomPolicy(0)).decode(SEVEN[:5], DecodingConfig(COUNT), batch_size=3)
+    texts = Engine(llama(), drafter_of(name), RandomPolicy(0)).decode(PROMPTS[:5], DecodingConfig(COUNT), batch_size=3)
     assert [text.tokens for text in texts] == plain_texts()[:5]

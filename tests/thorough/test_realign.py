@@ -26,8 +26,8 @@ from decoding.measure.results import as_json, figure_of
 from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import stored_fingerprint
+from decoding.model.folder import quantisation
 from decoding.model.loading import load_draft, load_model, load_tokenizer
-from decoding.model.stored import quantisation
 from trainer.commands import realign
 from trainer.commands.options import RealignOptions
 from trainer.commands.realign import recipe_of, run_realign, split_prompts

@@ -21,6 +21,7 @@ from decoding.model.architecture import abilities, why_no_chains
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import read_described
 from decoding.model.fingerprint import stored_fingerprint
+from decoding.model.folder import adapted_model, check_model_folder, quantisation
 from decoding.model.gguf_file import source_of
 from decoding.model.heads import read_config
 from decoding.model.hub import hub_name, local_folder
@@ -33,14 +34,7 @@ from decoding.model.loading import (
     model_without_weights,
     reason,
 )
-from decoding.model.stored import (
-    CONFIG_NAME,
-    adapted_model,
-    check_model_folder,
-    check_tensors,
-    quantisation,
-    weights_header,
-)
+from decoding.model.stored import CONFIG_NAME, check_tensors, weights_header
 from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig
 from trainer.doctor.machine import size
