@@ -25,6 +25,7 @@ import torch
 
 from decoding.errors import UserError
 from decoding.model import quickstart
+from decoding.model.dspark_config import read_dspark_config
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.hub import local_folder
 from trainer.commands.evaluate import run_evaluate
@@ -178,11 +179,13 @@ def export_all() -> None:
 def next_commands() -> str:
     """Return the commands that chat, open the web demo and serve the draft in llama.cpp."""
     draft = OUTPUT / "export" / "dspark-gguf" / "model.gguf"
+    at_once = read_dspark_config(Path(artefact("dspark"))).block_size
     return "\n".join(
         (
             f".venv/bin/headstart chat --target {quickstart.NAME} --drafter heads:{artefact('medusa1')}",
             f".venv/bin/headstart demo --drafter heads:{artefact('medusa1')} --drafter lookup",
-            f"llama-server -m {quickstart.embedded_file()} -md {draft} --spec-type draft-dspark --spec-draft-n-max 6",
+            f"llama-server -m {quickstart.embedded_file()} -md {draft} --spec-type draft-dspark "
+            f"--spec-draft-n-max {at_once}",
         )
     )
 

@@ -58,15 +58,26 @@ def _value(row: Mapping[str, Any], name: str) -> float | None:
 
 
 def short_table(report: Report) -> str:
-    """Return the methods of the report's one setting: trained drafters in the order measured, then the others."""
-    (setting,) = {row["setting"] for row in report["rows"]}
-    rows = sorted(report["rows"], key=lambda row: (row["method"] == "plain", row["method"].startswith("transformers")))
-    head = ["method", f"tokens per target pass, {setting}", f"speed-up, {setting}"]
+    """Return a row for each method, drafters in the order measured, then the others; two columns for each setting.
+
+    The last column counts the greedy texts that plain decoding writes too.
+    """
+    found = {(row["method"], row["setting"]): row for row in report["rows"]}
+    methods, settings = (list(dict.fromkeys(names)) for names in zip(*found, strict=True))
+    methods.sort(key=lambda method: (method == "plain", method.startswith("transformers")))
+    columns = (("tokens per target pass", "tokens_per_pass", ""), ("speed-up", "speedup_of_totals", "×"))
+    same = {row["method"]: row["identical_to_plain"] for row in report["rows"] if row["setting"] == "greedy"}
+    head = ["method", *(f"{name}, {setting}" for setting in settings for name, _, _ in columns)]
+    head += ["same text, greedy"] * bool(same)
     cells = (
-        (text(row["method"]), _estimate(row.get("tokens_per_pass")), _estimate(row.get("speedup_of_totals"), "×"))
-        for row in rows
+        [
+            text(method),
+            *(_estimate(found[method, setting].get(key), unit) for setting in settings for _, key, unit in columns),
+            *([f"{same[method]['identical']} of {same[method]['of']}"] if same else []),
+        ]
+        for method in methods
     )
-    return f"{table(map(text, head), cells, 2)}\n\n{text(caption(report_from_json(report)))}."
+    return f"{table(map(text, head), cells, len(head) - 1)}\n\n{text(caption(report_from_json(report)))}."
 
 
 # --- evaluations ------------------------------------------------------------------------------------------------------
@@ -234,34 +245,21 @@ def stored_sentence(report: Report) -> str:
 
 
 def headline(report: Report) -> str:
-    """Return one sentence on the fastest greedy method on the first target and prompt set, and the same arm at T=1.
-
-    Only methods that were timed on the most prompts compete.
-    """
-    first, machine = next(row for row in report["rows"] if row["speed"]), report["hardware"]
-    target = next(iter(first["speed"]))
-    timed = [row for row in report["rows"] if target in row["speed"] and row["set"] == first["set"]]
-    best = _fastest([row for row in timed if row["setting"] == "greedy"], target)
-    drawn = _fastest([row for row in timed if row["setting"] == "T=1" and row["arm"] == best["arm"]], target)
-    gains = [row["speed"][target]["over_plain"] for row in (best, drawn)]
-    prompts = " and ".join(dict.fromkeys(str(gain["observations"]) for gain in gains))
+    """Return one sentence on the trained drafter with the largest mean speed-up over the settings, and its training."""
+    gains: dict[str, dict[str, Report]] = {}
+    for row in report["rows"]:
+        if row["method"] in report["trained"]:
+            gains.setdefault(row["method"], {})[row["setting"]] = row["speedup_of_totals"]
+    best = max(gains, key=lambda method: sum(gain["value"] for gain in gains[method].values()))
+    trained, machine = report["trained"][best], report["hardware"]
     place = machine.get("gpu") or f"{machine['cores']} cores of {machine['processor']}"
     return (
-        f"**{_estimate(gains[0], '×')} the speed of plain decoding** when greedy ({text(best['drafting'])}), and "
-        f"{_estimate(gains[1], '×')} at temperature 1 ({text(drawn['drafting'])}): a {text(best['arm'])} draft on "
-        f"{prompts} questions of {text(first['set'])}, trained on the target's answers to other questions of that set "
-        f"({text(target)}, {place}). Other kinds of text gain less."
+        f"**{_estimate(gains[best]['greedy'], '×')} the speed of plain decoding** when greedy, and "
+        f"{_estimate(gains[best]['T=1'], '×')} at temperature 1: {text(best)}, on {report['prompts']} prompts of "
+        f"{text(report['title'].partition(' on ')[2])}, after {trained['steps']:,} training steps on "
+        f"{trained['rows']:,} answers of the target to other questions ({text(report['title'].partition(' on ')[0])}, "
+        f"{place})."
     )
-
-
-def _fastest(rows: list[Report], target: str) -> Report:
-    """Return the fastest of the rows that were timed on the most prompts."""
-
-    def rank(row: Report) -> tuple[int, float]:
-        gain = row["speed"][target]["over_plain"]
-        return gain["observations"], gain["value"]
-
-    return max(rows, key=rank)
 
 
 def accepted_table(report: Report) -> str:
@@ -309,9 +307,10 @@ PLACES: dict[str, dict[str, Blocks]] = {
         "docs/how-to/one-gpu.md": (("one_gpu", evening_table), ("bytes", stored_by_token)),
         "README.md": (("stored", stored_sentence),),
     },
-    "accepted": {
+    "accepted": {RESULTS: (("accepted", accepted_table), ("gained", gained_table))},
+    "smollm2": {
         "README.md": (("headline", headline),),
-        RESULTS: (("accepted", accepted_table), ("gained", gained_table)),
+        RESULTS: (("smollm2", short_table), ("smollm2_tasks", tasks_table)),
     },
 }
 """Name of a report -> page -> its marked blocks, each with the function that writes it."""

@@ -41,10 +41,15 @@ FEW = (0, 2, 3)
 """Tokens of a reduced vocabulary."""
 
 
-def nudged_heads(target: CausalLM, markov_rank: int = 0, count: int = 2) -> MedusaHeads:
+def nudged_heads(
+    target: CausalLM, markov_rank: int = 0, count: int = 2, writes: Sequence[int] | None = None
+) -> MedusaHeads:
     """Heads that say nearly what the target's lm_head says, right now and then; a bias hears the token before."""
-    config = MedusaConfig(target.hidden_size, target.vocab_size, count, 1, ((0,),), markov_rank=markov_rank)
-    heads = MedusaHeads.for_target(target.model, config)
+    shared, few = writes is not None, None if writes is None else len(writes)
+    sizes = target.hidden_size, target.vocab_size, count, 1, ((0,),), shared, markov_rank
+    heads = MedusaHeads.for_target(target.model, MedusaConfig(*sizes, draft_vocab_size=few))
+    if writes is not None:
+        heads.write_only(writes, target.model.get_output_embeddings().weight)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for weight in heads.markov.parameters() if heads.markov is not None else ():
@@ -68,6 +73,7 @@ DRAFTERS: dict[str, Callable[[CausalLM, CausalLM], Drafter]] = {
     "heads": lambda target, draft: MedusaDrafter(nudged_heads(target), TREE),
     "likeliest heads": lambda target, draft: MedusaDrafter(nudged_heads(target), TREE, sampled=False),
     "Markov heads": lambda target, draft: MedusaDrafter(nudged_heads(target, 3), TREE),
+    "Markov heads of few tokens": lambda target, draft: MedusaDrafter(nudged_heads(target, 3, writes=FEW), TREE),
     "DSpark chain": lambda target, draft: DSparkDrafter(tiny_dspark(target, 3)),
     "DSpark tree of few tokens": lambda target, draft: DSparkDrafter(tiny_dspark(target, 3, writes=FEW), tree=TREE),
     "DFlash of few tokens": lambda target, draft: DSparkDrafter(tiny_dflash(target, 3, writes=FEW)),

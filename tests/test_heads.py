@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,16 +17,19 @@ from tiny_training import medusa_on, toy_examples, train_toy
 from torch import Tensor
 
 from decoding.drafters.growth import ConditionalLogits
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.markov import MarkovBias
 from decoding.model.stored import CONFIG_NAME, WEIGHTS_NAME
+from decoding.model.vocabulary import d2t_of
 from trainer.heads.medusa import with_sharing
 from trainer.recipe.heads import HeadsSection
 
 CONFIG = MedusaConfig(hidden_size=16, vocab_size=16, num_heads=3, tree=((0,), (1,), (0, 0), (0, 0, 2)))
 SHARED = replace(CONFIG, shared_lm_head=True)
 LINEAR = replace(CONFIG, shared_lm_head=True, markov_rank=3, linear=True)
+FEW = replace(LINEAR, draft_vocab_size=4)
 
 
 def random_heads(config: MedusaConfig = CONFIG) -> MedusaHeads:
@@ -33,6 +37,8 @@ def random_heads(config: MedusaConfig = CONFIG) -> MedusaHeads:
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.normal_()
+    if config.draft_vocab_size is not None:
+        heads.d2t.copy_(d2t_of((0, 3, 4, 9)))
     return heads
 
 
@@ -48,7 +54,7 @@ def test_heads_start_as_the_targets_lm_head(tiny_llama: CausalLM, config: Medusa
         torch.testing.assert_close(head, output.logits, rtol=0, atol=1e-6)  # sums in another order
 
 
-@pytest.mark.parametrize("config", [CONFIG, SHARED, LINEAR], ids=["own", "shared", "linear"])
+@pytest.mark.parametrize("config", [CONFIG, SHARED, LINEAR, FEW], ids=["own", "shared", "linear", "few tokens"])
 def test_saved_and_loaded_heads_are_bit_equal_and_no_pickle(tmp_path: Path, config: MedusaConfig) -> None:
     heads = random_heads(config).bfloat16()
     heads.save_pretrained(tmp_path / "new" / "folder")
@@ -58,7 +64,35 @@ def test_saved_and_loaded_heads_are_bit_equal_and_no_pickle(tmp_path: Path, conf
     assert read.config == config and not read.training
     found, wanted = read.state_dict(), heads.state_dict()
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    assert {tensor.dtype for name, tensor in found.items() if name != "d2t"} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("d2t", "problem"),
+    [
+        (torch.tensor([0, 2, 1, 6]), "d2t in .* does not give increasing tokens of the target: give heads"),
+        (torch.tensor([0, 2, 2, 13]), "d2t in .* does not give increasing tokens"),
+        (torch.tensor([0, 2, 2]), "d2t is not a list of 4 whole numbers"),
+        (torch.zeros(4), "d2t is not a list of 4 whole numbers"),
+        (None, "d2t is not a list of 4 whole numbers"),
+    ],
+    ids=["falling", "beyond the vocabulary", "too short", "no whole numbers", "missing"],
+)
+def test_a_wrong_list_of_the_tokens_that_heads_write_is_refused(
+    tmp_path: Path, d2t: Tensor | None, problem: str
+) -> None:
+    random_heads(FEW).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS_NAME) | {"d2t": d2t}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, tmp_path / WEIGHTS_NAME)
+    with pytest.raises(UserError, match=problem):
+        MedusaHeads.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("changes", [{"draft_vocab_size": 16}, {"draft_vocab_size": 4, "shared_lm_head": False}])
+def test_heads_of_few_tokens_have_fewer_than_the_target_and_share_their_lm_head(changes: dict[str, Any]) -> None:
+    problem = "give less than the target's 16 tokens, and heads with shared_lm_head"
+    with pytest.raises(UserError, match=problem):
+        replace(FEW, **changes)
 
 
 @pytest.mark.parametrize(

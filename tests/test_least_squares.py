@@ -1,6 +1,7 @@
 """Heads and biases that start as a regression of the target's states: its coefficients, and what they write."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -118,19 +119,24 @@ def test_a_bias_of_full_rank_writes_the_means_and_unknown_tokens_their_mean(outp
     torch.testing.assert_close(small(fit.tokens), best @ lm_head.T, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_heads_start_with_what_the_regression_predicts(shared: bool) -> None:
+@pytest.mark.parametrize(("shared", "writes"), [(True, None), (False, None), (True, (0, 2, 3))])
+def test_heads_start_with_what_the_regression_predicts(shared: bool, writes: tuple[int, ...] | None) -> None:
     fit, lm_head = fit_of((0, 2, 3)), torch.nn.Linear(HIDDEN, VOCAB, bias=False)
     lm_head.weight.data = Recurrent.lm_head.clone()
     config = MedusaConfig(HIDDEN, VOCAB, 2, tree=((0,),), shared_lm_head=shared, markov_rank=HIDDEN + 1, linear=True)
+    if writes is not None:
+        config = replace(config, draft_vocab_size=len(writes))
     heads = MedusaHeads.for_lm_head(lm_head.weight, config)
+    if writes is not None:
+        heads.write_only(writes, lm_head.weight)
     start_heads(heads, fit.start(HIDDEN + 1), lm_head.weight)
     x, before = torch.randn(7, HIDDEN), torch.tensor([0, 2, 3, 3, 2, 0, 0])
     place = torch.searchsorted(fit.tokens, before)
     for head in range(2):
         wanted = F.linear(x, fit.maps[head], fit.shifts[head]) + fit.means[place]
         found = heads.head_logits(head, x, lm_head if shared else None, before)
-        torch.testing.assert_close(found, wanted @ lm_head.weight.T, rtol=0, atol=1e-4)
+        written = lm_head.weight if writes is None else lm_head.weight[list(writes)]
+        torch.testing.assert_close(found, wanted @ written.T, rtol=0, atol=1e-4)
 
 
 def test_fitted_maps_learn_more_slowly_than_the_rest() -> None:

@@ -1,6 +1,7 @@
 """Medusa heads as a drafter: trees of a fixed shape or chosen at each step, heads with an lm_head or without one."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,6 +50,19 @@ def test_stacked_heads_are_the_heads_one_by_one(tiny_llama: CausalLM, shared: bo
     with torch.inference_mode():
         stacked = StackedHeads(heads)(hidden, count, tiny_llama.model.get_output_embeddings())
     torch.testing.assert_close(stacked, expected[:count], rtol=1e-5, atol=1e-5)
+
+
+def test_heads_of_few_tokens_have_the_logits_of_these_tokens(tiny_llama: CausalLM) -> None:
+    whole, tokens = random_heads(shared=True), (1, 4, 5, 15)
+    few = MedusaHeads(replace(whole.config, draft_vocab_size=len(tokens)))
+    few.load_state_dict(whole.state_dict() | {name: few.state_dict()[name] for name in ("lm_head.weight", "d2t")})
+    few.write_only(tokens, tiny_llama.model.get_output_embeddings().weight)
+    hidden = torch.randn(5, 16)
+    with torch.inference_mode():
+        found = StackedHeads(few)(hidden, 3)
+    wanted = reference_logits(whole, tiny_llama, hidden)[..., list(tokens)]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert few.output_tokens is not None and few.output_tokens.tolist() == list(tokens)
 
 
 # --- what they draft -----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from trainer.data.batch import Batch, Example, collate
 from trainer.heads.medusa import HeadInputs, HeadLabels, MedusaObjective
 from trainer.recipe.common import LossSection
 from trainer.recipe.heads import HeadsSection
+from trainer.target.hidden import OnlineTarget
 
 COUNTING = Example(tuple(i % 16 for i in range(20)), (True,) * 20, 0)
 HEADS = HeadsSection(num_heads=3)
@@ -103,6 +104,23 @@ def test_soft_targets_are_the_targets_own_distribution_at_the_position_before_th
         log_q = head(inputs.hidden[0, : -(k + 2)]).log_softmax(-1)
         expected = (p * (p.log() - log_q)).sum()
         assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_heads_of_few_tokens_learn_the_targets_own_distribution_of_these() -> None:
+    """KL(p given these tokens, q), weighted by their share of p; Σ min(p, q) with p of all tokens and q of these."""
+    model, tokens = tiny_model("llama"), [0, 2, 3, 7, 11]
+    section = HeadsSection(num_heads=2, loss=SOFT, shared_lm_head=True)
+    objective = MedusaObjective(OnlineTarget(CausalLM(model)), section, 100, torch.float32, tokens)
+    (inputs,) = objective.inputs(collate([COUNTING]), step=0)
+    found, lm_head = objective.module(inputs), model.get_output_embeddings().weight
+    for k, (loss, hits) in enumerate(zip(found.losses, found.hits, strict=True)):
+        p = own_distribution(model, COUNTING.tokens.tolist(), k + 2)
+        features = objective.heads.heads[k].features(inputs.hidden[0, : -(k + 2)])  # type: ignore[operator]  # ModuleList's items
+        log_q = (features @ lm_head[tokens].T).log_softmax(-1)
+        known = p[:, tokens] / p[:, tokens].sum(-1, keepdim=True)
+        kl = (p[:, tokens] * (known.log() - log_q)).sum(-1)
+        assert hits.item() == pytest.approx(torch.minimum(p[:, tokens], log_q.exp()).sum().item(), rel=1e-4)
+        assert loss.item() == pytest.approx(kl.sum().item(), rel=1e-4)
 
 
 def test_packed_documents_give_the_losses_of_each_alone() -> None:

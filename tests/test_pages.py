@@ -26,7 +26,7 @@ def _publisher() -> ModuleType:
 
 
 COUNTS = {"spec_bench": 1, "spec_bench_sampled": 1, "crossover": 1, "speed": 1}
-COUNTS |= {"quickstart": 1, "served": 1, "verified": 1, "accepted": 3, "one_gpu": 3}
+COUNTS |= {"quickstart": 1, "served": 1, "verified": 1, "accepted": 2, "smollm2": 3, "one_gpu": 3}
 
 
 @pytest.mark.parametrize(("name", "count"), COUNTS.items())
@@ -41,6 +41,14 @@ def test_the_figures_of_the_pages_are_those_of_one_committed_report(name: str, c
         all(publisher.block(mark, write(report)) in (ROOT / page).read_text() for page, mark, write in blocks)
         for report in reports
     )
+
+
+def test_every_test_that_the_page_of_methods_names_exists() -> None:
+    page = (ROOT / "docs" / "explanation" / "methods.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page)
+    assert len(named) > 20
+    for file, test in named:
+        assert f"def {test}" in (ROOT / file).read_text(), (file, test)
 
 
 def test_figures_of_other_trainers_have_their_source_and_a_date() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.vocabulary import d2t_of
 from trainer.export.vllm_proposer import HeadsProposer, looked_up
 
 SIZE, VOCAB, HEADS, LONGEST = 8, 12, 3, 64
@@ -56,6 +57,8 @@ def write_heads(folder: Path, **changes: Any) -> MedusaHeads:
     heads = MedusaHeads(MedusaConfig(SIZE, VOCAB, HEADS, 1, CHAIN, **changes))
     for parameter in heads.parameters():
         nn.init.normal_(parameter)
+    if heads.lm_head is not None:
+        heads.d2t.copy_(d2t_of(range(1, VOCAB, 2)))
     heads.save_pretrained(folder)
     return heads
 
@@ -79,7 +82,8 @@ def own_chain(heads: MedusaHeads, target: Target, text: list[int]) -> list[int]:
     tokens = text[-1:]
     for k in range(HEADS):
         before = torch.tensor(tokens[-1]) if heads.markov is not None else None
-        tokens.append(int(heads.head_logits(k, state_before(text), target.lm_head, before).argmax()))
+        best = int(heads.head_logits(k, state_before(text), target.lm_head, before).argmax())
+        tokens.append(best if heads.output_tokens is None else int(heads.output_tokens[best]))
     return tokens[1:]
 
 
@@ -90,7 +94,13 @@ class Request:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"markov_rank": 3}, {"shared_lm_head": True, "markov_rank": 3, "linear": True}]
+    "changes",
+    [
+        {},
+        {"markov_rank": 3},
+        {"shared_lm_head": True, "markov_rank": 3, "linear": True},
+        {"shared_lm_head": True, "markov_rank": 3, "draft_vocab_size": VOCAB // 2},
+    ],
 )
 def test_two_hundred_requests_that_come_go_and_are_preempted_never_read_another_state(
     tmp_path: Path, changes: dict[str, Any]

@@ -26,16 +26,15 @@ PROMPTS = ([1, 2, 3], [5], [7, 7, 0, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1])
 
 def test_the_commonest_tokens_by_hand() -> None:
     texts = [[7, 7, 7, 3], [3, 9, 9, 5], [2]]  # 7: three times; 3 and 9: twice; 2 and 5: once
-    assert most_frequent_tokens(texts, 1) == (7,)
-    assert most_frequent_tokens(texts, 2) == (3, 7), "of 3 and 9 the lower"
-    assert most_frequent_tokens(texts, 4) == (2, 3, 7, 9)
-    assert most_frequent_tokens(texts, 3, always=(0, 5)) == (0, 5, 7)
-    assert most_frequent_tokens(texts, 99, always=(0,)) == (0, 2, 3, 5, 7, 9), "there are no more"
-    assert most_frequent_tokens([], 2, always=(4,)) == (4,)
+    assert most_frequent_tokens(texts, 1, 10) == (7,)
+    assert most_frequent_tokens(texts, 2, 10) == (3, 7), "of 3 and 9 the lower"
+    assert most_frequent_tokens(texts, 4, 10) == (2, 3, 7, 9)
+    assert most_frequent_tokens(texts, 3, 10, always=(0, 5)) == (0, 5, 7)
+    assert most_frequent_tokens(texts, 7, 10) == (0, 1, 2, 3, 5, 7, 9), "the texts have five: then the lowest ids"
+    assert most_frequent_tokens(texts, 99, 10) == tuple(range(10)), "there are no more"
+    assert most_frequent_tokens([], 2, 10, always=(4,)) == (0, 4)
     with pytest.raises(ValueError, match="count is 1: give at least 1, and at least the 2"):
-        most_frequent_tokens([[1]], 1, (3, 4))
-    with pytest.raises(ValueError, match="the texts are empty"):
-        most_frequent_tokens([[], []], 3)
+        most_frequent_tokens([[1]], 1, 10, (3, 4))
 
 
 # --- a trimmed lm_head ---------------------------------------------------------------------------------------------

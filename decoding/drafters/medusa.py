@@ -32,8 +32,8 @@ class MedusaDrafter(Drafter):
             raise UserError(
                 f"the tree is {shape.max_depth} deep, but there are {config.num_heads} heads: shorten its paths"
             )
-        if shape.ranks > config.vocab_size:
-            raise UserError(f"the tree has rank {shape.ranks - 1}: give ranks below {config.vocab_size}")
+        if shape.ranks > config.outputs:
+            raise UserError(f"the tree has rank {shape.ranks - 1}: give ranks below {config.outputs}")
         self.heads = heads
         self.name = "medusa" if heads.markov is None else "markov"
         self.growth = Growth(shape, sampled)
@@ -41,6 +41,7 @@ class MedusaDrafter(Drafter):
         kind = f"{'' if sampled else 'deterministic '}{'chain' if shape.is_chain else 'tree'}"
         self.label_with_size = f"{self.name}, {kind} of {self.max_nodes - 1}"
         self.stacked = StackedHeads(heads)
+        self.output_tokens = heads.output_tokens
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
         return frozenset({self.growth.kind(sampling)})
@@ -71,5 +72,6 @@ class MedusaSession(RowsSession):
             return [Proposal.root_only(request.tokens[-1], self._texts.device) for request in requests]
         hidden = torch.stack([request.hidden for request in requests])
         base: Tensor = self._drafter.stacked(hidden, deepest, self._lm_head)
-        nodes = ConditionalLogits(base, self._drafter.heads.markov, growth.candidates_for(self._texts))
+        markov, written = self._drafter.heads.markov, self._drafter.output_tokens
+        nodes = ConditionalLogits(base, markov, growth.candidates_for(self._texts), written)
         return growth.propose(requests, nodes, self._texts)

@@ -164,6 +164,7 @@ class Report:
     settings: Mapping[str, Any] = field(default_factory=dict)
     asked: Mapping[str, Any] = field(default_factory=dict)
     drafters: Mapping[str, str] = field(default_factory=dict)
+    trained: Mapping[str, Any] = field(default_factory=dict)
     fingerprints: Mapping[str, Any] = field(default_factory=dict)
     revisions: Mapping[str, Any] = field(default_factory=dict)
     prompts_from: str | None = None

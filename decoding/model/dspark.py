@@ -36,6 +36,7 @@ from decoding.model.stored import (
     weights_header,
     write_weights,
 )
+from decoding.model.vocabulary import check_d2t, d2t_of, tokens_of, without_d2t
 
 _TOGETHER = 1024  # most tokens of several texts for one product over their concatenated states
 _SPREAD = 0.02
@@ -132,15 +133,14 @@ class DSparkDraft(nn.Module):
         """The token that each row of the draft's own lm_head writes, in increasing order; None without an lm_head."""
         if self.lm_head is None:
             return None
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+        return tokens_of(self.d2t)
 
     @torch.no_grad()
     def write_only(self, tokens: Sequence[int], lm_head: Float[Tensor, "vocab hidden"]) -> None:
         """Set the draft's ``draft_vocab_size`` tokens, in increasing order, with their rows of the target's lm_head."""
         assert self.lm_head is not None, "the config has a draft_vocab_size"
-        ids = torch.tensor(tokens, device=self.d2t.device)
-        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
-        self.lm_head.weight.copy_(lm_head[ids.to(lm_head.device)])
+        self.d2t.copy_(d2t_of(tokens))
+        self.lm_head.weight.copy_(lm_head[list(tokens)])
 
     def rotary(self, positions: Int[Tensor, "batch positions"]) -> tuple[Tensor, Tensor]:
         """Return the cosine and sine of each position's angles, each (batch, positions, dim), in the draft's dtype."""
@@ -202,10 +202,8 @@ class DSparkDraft(nn.Module):
         draft.load_state_dict(
             {ours.get(name, name): tensor for name, tensor in read_weights(folder, REMEDY).items() if name in header}
         )
-        if (ids := draft.output_tokens) is not None:
-            increase = bool((ids.diff() > 0).all())
-            if not increase or ids[0] < 0 or ids[-1] >= config.vocab_size:
-                raise UserError(f"d2t in {folder} does not give increasing tokens of the target: {REMEDY}")
+        if draft.lm_head is not None:
+            check_d2t(draft.d2t, config.vocab_size, folder, REMEDY)
         draft.to(dtype)
         check_finite(draft.state_dict(), f"{folder} in {dtype}", "give an earlier checkpoint, or train the draft again")
         return draft.to(device).requires_grad_(False).eval()
@@ -219,14 +217,8 @@ def read_described(folder: Path) -> tuple[DSparkConfig, dict[str, StoredTensor]]
     loaded = _OF_REDUCED if config.draft_vocab_size is not None else ()
     stored = weights_header(folder, REMEDY)
     header = {name: part for name, part in stored.items() if name in loaded or name not in _TARGETS_OWN}
-    ids = header.pop("d2t", None)
-    check_tensors(folder, header, _stored_shapes(config), REMEDY)
-    if config.draft_vocab_size is not None:
-        if ids != StoredTensor("I64", (config.draft_vocab_size,)):
-            raise UserError(
-                f"{folder} does not fit its config: d2t does not have {config.draft_vocab_size} whole numbers; {REMEDY}"
-            )
-        header["d2t"] = ids
+    weights = without_d2t(header, config.draft_vocab_size, folder, REMEDY)
+    check_tensors(folder, weights, _stored_shapes(config), REMEDY)
     return config, header
 
 

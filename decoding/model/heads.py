@@ -31,6 +31,7 @@ from decoding.model.stored import (
     weights_header,
     write_weights,
 )
+from decoding.model.vocabulary import check_d2t, d2t_of, tokens_of, without_d2t
 from decoding.rules.tree import checked_paths
 
 FORMAT = "headstart-medusa"
@@ -45,6 +46,8 @@ class MedusaConfig:
     ``tree`` lists paths of ranks: ``(0, 2)`` is head 1's third best token after head 0's best. Every prefix must be
     listed. ``shared_lm_head``: the heads use the target's lm_head instead of output layers. ``markov_rank``: rank of
     the `MarkovBias` that all heads share, 0 for none. ``linear``: each head first maps the state linearly.
+    ``draft_vocab_size``: the number of tokens that the heads write, by one lm_head that they share and whose rows are
+    copies of the target's; None: all of the target's.
     """
 
     hidden_size: int
@@ -55,6 +58,7 @@ class MedusaConfig:
     shared_lm_head: bool = False
     markov_rank: int = 0
     linear: bool = False
+    draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         least = {"hidden_size": 1, "vocab_size": 1, "num_heads": 1, "num_layers": 0, "markov_rank": 0}
@@ -63,14 +67,26 @@ class MedusaConfig:
         for name in ("shared_lm_head", "linear"):
             if type(value := getattr(self, name)) is not bool:
                 raise UserError(f"{name} is {value!r}: give true or false")
-        paths = checked_paths(self.tree, self.vocab_size)
+        if self.draft_vocab_size is not None:
+            check_whole("draft_vocab_size", self.draft_vocab_size)
+            if self.draft_vocab_size >= self.vocab_size or not self.shared_lm_head:
+                raise UserError(
+                    f"draft_vocab_size is {self.draft_vocab_size}: give less than the target's {self.vocab_size} "
+                    "tokens, and heads with shared_lm_head"
+                )
+        paths = checked_paths(self.tree, self.outputs)
         deepest = max((len(path) for path in paths), default=0)
         if deepest > self.num_heads:
             raise UserError(f"the tree is {deepest} deep, but there are {self.num_heads} heads: shorten its paths")
         object.__setattr__(self, "tree", paths)
 
+    @property
+    def outputs(self) -> int:
+        """The number of tokens that the heads write."""
+        return self.draft_vocab_size or self.vocab_size
+
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the name and shape of every tensor of the heads, head by head."""
+        """Yield the name and shape of every weight of the heads, head by head."""
         for head in range(self.num_heads):
             if self.linear:
                 yield f"heads.{head}.linear.weight", (self.hidden_size, self.hidden_size)
@@ -83,7 +99,9 @@ class MedusaConfig:
                 yield f"heads.{head}.lm_head.weight", (self.vocab_size, self.hidden_size)
         if self.markov_rank:
             yield "markov.embedding.weight", (self.vocab_size, self.markov_rank)
-            yield "markov.output.weight", (self.vocab_size, self.markov_rank)
+            yield "markov.output.weight", (self.outputs, self.markov_rank)
+        if self.draft_vocab_size is not None:
+            yield "lm_head.weight", (self.outputs, self.hidden_size)
 
     def check_fits(self, hidden_size: int, vocab_size: int) -> None:
         """Raise UserError if the target's hidden size or vocabulary size differs."""
@@ -150,20 +168,29 @@ class MedusaHead(nn.Module):
 
 
 class MedusaHeads(nn.Module):
-    """All heads of a target, in the order of the tokens that they predict."""
+    """All heads of a target, in the order of the tokens that they predict.
+
+    With a ``draft_vocab_size`` all logits are of the heads' own outputs, which write `output_tokens`.
+    """
+
+    d2t: Tensor
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         self.config = config
         self.heads = nn.ModuleList(MedusaHead(config) for _ in range(config.num_heads))
-        size, rank = config.vocab_size, config.markov_rank
-        self.markov = MarkovBias(size, size, rank, spread=3.0) if rank else None
+        rank = config.markov_rank
+        self.markov = MarkovBias(config.vocab_size, config.outputs, rank, spread=3.0) if rank else None
+        self.lm_head = None
+        if config.draft_vocab_size is not None:
+            self.lm_head = OutputLayer(config.hidden_size, config.outputs, bias=False).requires_grad_(False)
+            self.register_buffer("d2t", torch.zeros(config.outputs, dtype=torch.long))
 
     @staticmethod
     def for_target(target: nn.Module, config: MedusaConfig) -> "MedusaHeads":
         """Make untrained heads: each output layer is a copy of the target's lm_head, each block the identity.
 
-        A Markov bias is zero.
+        A Markov bias is zero. With a ``draft_vocab_size``, call `write_only` next.
         """
         lm_head: nn.Linear = target.get_output_embeddings()  # type: ignore[operator]  # nn.Module's getattr
         if getattr(lm_head, "bias", None) is not None:
@@ -182,6 +209,18 @@ class MedusaHeads(nn.Module):
             for head in heads.heads:
                 head.lm_head.weight.copy_(weight)  # type: ignore[union-attr,operator]  # ModuleList's items
         return heads
+
+    @property
+    def output_tokens(self) -> Int[Tensor, " outputs"] | None:
+        """The token of each output, in increasing order; None if output i is token i."""
+        return None if self.lm_head is None else tokens_of(self.d2t)
+
+    @torch.no_grad()
+    def write_only(self, tokens: Sequence[int], lm_head: Float[Tensor, "vocab hidden"]) -> None:
+        """Set the ``draft_vocab_size`` tokens, in increasing order, with their rows of the target's lm_head."""
+        assert self.lm_head is not None, "the config has a draft_vocab_size"
+        self.d2t.copy_(d2t_of(tokens))
+        self.lm_head.weight.copy_(lm_head[list(tokens)])
 
     def forward(
         self,
@@ -211,7 +250,7 @@ class MedusaHeads(nn.Module):
 
         ``before``: token t+1+k, only for heads with a Markov bias.
         """
-        logits: Tensor = self.heads[k](hidden, lm_head)
+        logits: Tensor = self.heads[k](hidden, lm_head if self.lm_head is None else self.lm_head)
         assert (self.markov is None) == (before is None), "a Markov bias needs the previous token"
         return logits if self.markov is None or before is None else self.markov.added_to(logits, before)
 
@@ -233,7 +272,8 @@ class MedusaHeads(nn.Module):
         """
         folder = Path(folder)
         config = read_config(folder)
-        check_tensors(folder / WEIGHTS_NAME, weights_header(folder, _REMEDY), config.shapes(), _REMEDY)
+        header = without_d2t(weights_header(folder, _REMEDY), config.draft_vocab_size, folder, _REMEDY)
+        check_tensors(folder / WEIGHTS_NAME, header, config.shapes(), _REMEDY)
         return loaded(config, read_weights(folder, _REMEDY), folder, dtype).to(device)
 
 
@@ -247,7 +287,7 @@ class StackedHeads:
 
     def __init__(self, heads: MedusaHeads) -> None:
         self._heads: list[MedusaHead] = list(heads.heads)  # type: ignore[arg-type]  # ModuleList's items
-        self._like = next(heads.parameters())
+        self._like, self._lm_head = next(heads.heads.parameters()), heads.lm_head
         blocks = [[head.blocks[layer].linear for head in self._heads] for layer in range(heads.config.num_layers)]
         self._layers = [_stacked(linears) for linears in blocks]  # type: ignore[arg-type]  # ModuleList's items
         maps = [head.linear for head in self._heads if head.linear is not None]
@@ -267,7 +307,7 @@ class StackedHeads:
         for weight, bias in self._layers:
             x = x + F.silu(torch.baddbmm(bias[:count], x, weight[:count].mT))
         if self._heads[0].lm_head is None:
-            return self._heads[0].written(x, lm_head)
+            return self._heads[0].written(x, lm_head if self._lm_head is None else self._lm_head)
         return torch.stack([head.written(x[k], None) for k, head in enumerate(self._heads[:count])])
 
 
@@ -301,7 +341,9 @@ def loaded(
     tensor. Raises UserError, naming ``folder`` as the source, if a weight is not finite in that dtype.
     """
     check_finite(weights, f"{folder}", "give an earlier checkpoint, or train the heads again")
-    stored = next(iter(weights.values())).dtype
+    stored = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
+    if config.draft_vocab_size is not None:
+        check_d2t(weights["d2t"], config.vocab_size, folder, _REMEDY)
     with torch.device("meta"):
         heads = MedusaHeads(config)
     heads.load_state_dict(weights, assign=True)

@@ -6,7 +6,7 @@ Such a draft has q = 0 for every other token. Lossless rules allow this, so the 
 import copy
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +18,27 @@ from transformers import PreTrainedModel
 from decoding.errors import UserError, check_once
 from decoding.model.causal_lm import CausalLM
 from decoding.model.hub import local_folder
+from decoding.model.stored import StoredTensor
 
 OUTPUT_TOKENS_KEY = "headstart_output_tokens"
 """Key in a draft's config.json; its value names the file next to it that lists the tokens of the trimmed lm_head."""
 OUTPUT_TOKENS_NAME = "output_tokens.json"
 
 
-def most_frequent_tokens(texts: Iterable[Sequence[int]], count: int, always: Sequence[int] = ()) -> tuple[int, ...]:
-    """Return the ``count`` most frequent tokens of texts of token ids, including ``always``, in increasing order.
+def most_frequent_tokens(
+    texts: Iterable[Sequence[int]], count: int, vocab_size: int, always: Collection[int] = ()
+) -> tuple[int, ...]:
+    """Return the ``count`` most frequent of ``vocab_size`` tokens in texts of token ids, in increasing order.
 
-    Returns fewer if the texts contain fewer. The lower id wins ties. ``always`` should contain the EOS tokens, and all
-    others that must not be missing.
+    Of equally frequent tokens the lowest ids come first. If the texts contain fewer tokens, these fill the rest: the
+    usual tokenizers number tokens by how frequent they were in their own data. ``always`` are chosen before all others,
+    and should contain the EOS tokens.
     """
     if count < max(1, len(set(always))):
         raise UserError(f"count is {count}: give at least 1, and at least the {len(set(always))} tokens in always")
-    seen = Counter(token for text in texts for token in text)
-    chosen = dict.fromkeys(always)
-    for token in sorted(seen, key=lambda token: (-seen[token], token)):
-        if len(chosen) == count:
-            break
-        chosen.setdefault(token)
-    if not chosen:
-        raise UserError("the texts are empty: give texts with tokens")
-    return tuple(sorted(chosen))
+    seen, first = Counter(token for text in texts for token in text), set(always)
+    ranked = sorted(range(vocab_size), key=lambda token: (token not in first, -seen[token], token))
+    return tuple(sorted(ranked[:count]))
 
 
 def trimmed_vocabulary(model: PreTrainedModel, token_ids: Iterable[int]) -> CausalLM:
@@ -77,6 +75,38 @@ def with_filled_vocabulary(draft: CausalLM) -> PreTrainedModel:
 
     weight, bias = filled(lm_head.weight.detach()), None if lm_head.bias is None else filled(lm_head.bias.detach())
     return _with_lm_head(model, weight, bias)
+
+
+def tokens_of(d2t: Int[Tensor, " outputs"]) -> Int[Tensor, " outputs"]:
+    """Return the target's token of each output, in increasing order.
+
+    ``d2t``: the difference from each output's number to its token, as in folders of speculators.
+    """
+    return torch.arange(len(d2t), device=d2t.device) + d2t
+
+
+def d2t_of(tokens: Sequence[int]) -> Int[Tensor, " outputs"]:
+    """Return the differences whose `tokens_of` are these tokens, on the CPU."""
+    return torch.tensor(tokens) - torch.arange(len(tokens))
+
+
+def without_d2t(
+    header: Mapping[str, StoredTensor], outputs: int | None, folder: Path, remedy: str
+) -> dict[str, StoredTensor]:
+    """Return a header without ``d2t``; raise UserError unless that has ``outputs`` whole numbers (None: is missing)."""
+    rest = dict(header)
+    found, wanted = rest.pop("d2t", None), None if outputs is None else StoredTensor("I64", (outputs,))
+    if found != wanted:
+        size = "unknown" if outputs is None else f"not a list of {outputs} whole numbers"
+        raise UserError(f"{folder} does not fit its config: d2t is {size}; {remedy}")
+    return rest
+
+
+def check_d2t(d2t: Int[Tensor, " outputs"], vocab_size: int, folder: Path, remedy: str) -> None:
+    """Raise UserError unless ``d2t`` gives increasing tokens below ``vocab_size``."""
+    tokens = tokens_of(d2t)
+    if not bool((tokens.diff() > 0).all()) or tokens[0] < 0 or tokens[-1] >= vocab_size:
+        raise UserError(f"d2t in {folder} does not give increasing tokens of the target: {remedy}")
 
 
 def over_vocabulary(

@@ -26,12 +26,13 @@ from decoding.measure.report.tables import TerminalReport
 from decoding.measure.results import Report, write_report
 from decoding.measure.samples import samples_of
 from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
-from decoding.model.hub import revisions, short_name
+from decoding.model.hub import local_folder, revisions, short_name
 from decoding.model.loading import eos_token_ids
 from trainer.commands.findings import account
 from trainer.commands.models import LoadedModels, load_models, published_specs
 from trainer.commands.options import EvaluateOptions
 from trainer.commands.plan import asked_or_planned
+from trainer.export.companions import read_provenance
 from trainer.files.lock import hold
 from trainer.processes import Process, agreed, join_processes, on_first
 from trainer.terminal.console import say, standard_error, standard_output, wide
@@ -235,6 +236,11 @@ def _account(options: EvaluateOptions, config: EvaluationConfig, models: LoadedM
         },
         "asked": {**asker.asked(), "contexts": list(config.contexts)},
         "drafters": dict(zip(models.specs, names, strict=True)),
+        "trained": {
+            name: training
+            for name, spec in models.specs.items()
+            if spec.path is not None and (training := _training(spec.path)) is not None
+        },
         "fingerprints": {
             "target": stored_fingerprint(options.target, trusted),
             **{name: stored_fingerprint(path, trusted) for name, path in paths.items()},
@@ -243,6 +249,16 @@ def _account(options: EvaluateOptions, config: EvaluationConfig, models: LoadedM
         },
         "revisions": revisions({"target": options.target, **paths}),
     }
+
+
+def _training(drafter: str) -> dict[str, Any] | None:
+    """Return how long a drafter of ours was trained, and on how many rows of which file; None for others."""
+    stored = read_provenance(local_folder(drafter, weights=False))
+    if stored is None:
+        return None
+    file = published_name(str(stored["recipe"].get("data", {}).get("train")))
+    rows = next((held["rows"] for name, held in stored["data"].items() if published_name(name) == file), None)
+    return {"steps": stored.get("steps"), "tokens": stored.get("tokens"), "rows": rows, "file": file}
 
 
 def identity_of(about: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from decoding.model.dspark import DSparkDraft
 from decoding.model.dspark_config import HEAD_DIMS, DSparkConfig
 from decoding.model.loading import eos_token_ids, load_dspark
 from trainer.data.batch import Example
-from trainer.drafts.start import most_frequent_trained
 from trainer.processes import from_first
 from trainer.recipe.draft import DraftSection, DSparkSection
 from trainer.target.hidden import OnlineTarget
 from trainer.target.least_squares import fit_states, start_bias
+from trainer.target.vocabulary import most_frequent_trained
 
 
 def initial_dspark(

@@ -2,13 +2,10 @@
 
 import copy
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from decoding.errors import UserError
 from decoding.metrics import break_even
@@ -18,13 +15,12 @@ from decoding.model.dspark import DSpark, DSparkDraft
 from decoding.model.dspark_config import GPU_HEAD_DIMS, DSparkConfig
 from decoding.model.fingerprint import fingerprint
 from decoding.model.hub import local_folder
-from trainer.data.batch import Example
 from trainer.data.dataset import Dataset
 from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherSource
 from trainer.drafts.dspark import DSparkObjective
 from trainer.drafts.dspark_start import initial_dspark, rotary_of, start_dspark
 from trainer.drafts.on_policy import policy_source
-from trainer.drafts.start import InitialDraft, coverage, initial_draft
+from trainer.drafts.start import InitialDraft, initial_draft
 from trainer.job import Job, shared_identity
 from trainer.processes import Process, from_first
 from trainer.recipe.draft import DraftRecipe
@@ -32,6 +28,7 @@ from trainer.target.features import StoredTaps, ensure_features
 from trainer.target.hidden import OnlineTarget
 from trainer.target.loading import Target, load_data, load_target
 from trainer.target.teacher_cache import ensure_teacher_cache
+from trainer.target.vocabulary import say_coverage
 
 
 def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, begins: bool = False) -> Job:
@@ -51,7 +48,7 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
     objective: DistillObjective | DSparkObjective
     if section.dspark is not None:
         initial = initial_dspark(target.model, target.tokenizer, section, examples)
-        _say_coverage(process, examples, initial.output_tokens)
+        say_coverage(process, "the draft", examples, initial.output_tokens)
         fits = begins and section.dspark.fit_tokens and section.init.from_model is None and initial.markov is not None
         if fits and (online := OnlineTarget(target.model)).transform is None:  # else a regression is off by a scale
             process.say(
@@ -84,7 +81,7 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
             states = StoredTaps(target.model, ensure_features(target, examples, recipe.features, process, taps))
         objective = DSparkObjective(target.model, target.tokenizer, initial, section, seed, states)
     else:
-        _say_coverage(process, examples, initial.output_tokens)
+        say_coverage(process, "the draft", examples, initial.output_tokens)
         teacher = _teacher(recipe, target, dataset, process)
         objective = DistillObjective(target.model, teacher, target.tokenizer, initial, section)
     source = None
@@ -92,12 +89,6 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
         draft = objective.writing_draft
         source = partial(policy_source, recipe, examples, target.model, target.tokenizer, draft)
     return Job(recipe, target.tokenizer, dataset, heldout, target, objective, identity, source)
-
-
-def _say_coverage(process: Process, examples: Sequence[Example], tokens: Int[Tensor, " outputs"] | None) -> None:
-    if tokens is not None and process.is_first:
-        share = coverage(examples, tokens)
-        process.say(f"the draft can write {len(tokens):,} tokens: {share:.1%} of trained tokens")
 
 
 def _teacher(recipe: DraftRecipe, target: Target, dataset: Dataset, process: Process) -> TeacherSource:

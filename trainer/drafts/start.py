@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -21,17 +20,9 @@ from transformers import (
 
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import (
-    check_same_tokenizer,
-    dspark_folder,
-    eos_token_ids,
-    load_model,
-    load_tokenizer,
-    reason,
-)
+from decoding.model.loading import check_same_tokenizer, dspark_folder, load_model, load_tokenizer, reason
 from decoding.model.stored import check_finite
 from decoding.model.vocabulary import (
-    most_frequent_tokens,
     read_output_tokens,
     trimmed_vocabulary,
     with_filled_vocabulary,
@@ -40,6 +31,7 @@ from decoding.model.vocabulary import (
 from trainer.data.batch import Example
 from trainer.files.transformers4 import write_model
 from trainer.recipe.draft import DraftSection, InitSection
+from trainer.target.vocabulary import most_frequent_trained
 
 
 class InitialDraft(NamedTuple):
@@ -124,14 +116,6 @@ def write_draft(draft: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Pat
     write_model(whole, tokenizer, folder)
     if draft.output_tokens is not None:
         write_output_tokens(folder, draft.output_tokens.tolist())
-
-
-def coverage(examples: Sequence[Example], tokens: Sequence[int] | Int[Tensor, " outputs"]) -> float:
-    """Return the share (0 to 1) of trained tokens that are in ``tokens``; 1 if nothing is trained."""
-    wanted = torch.as_tensor(tokens).cpu().numpy()
-    found = [np.isin(example.predicted(), wanted) for example in examples]
-    count = sum(map(len, found))
-    return sum(int(each.sum()) for each in found) / count if count else 1.0
 
 
 # --- from the target ------------------------------------------------------------------------------------------------
@@ -278,19 +262,3 @@ def check_reads(draft: CausalLM, target: CausalLM, key: str, examples: Sequence[
                 f"the draft from {key} knows tokens 0 to {draft.vocab_size - 1}, but the training data contains "
                 f"{largest}: give a draft with the target's vocabulary"
             )
-
-
-def most_frequent_trained(
-    count: int, known: int, target: CausalLM, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]
-) -> tuple[int, ...]:
-    """Return the most frequent trained tokens below ``known``, and all tokens that end a text."""
-    if count > known:
-        raise UserError(f"draft.vocabulary is {count} but target and draft share {known} tokens: lower it")
-    ends = {*eos_token_ids(target.model, tokenizer)}
-    if tokenizer.eos_token_id is not None:
-        ends.add(tokenizer.eos_token_id)
-    always = sorted(token for token in ends if token < known)
-    if count < len(always):
-        raise UserError(f"draft.vocabulary is {count} but {len(always)} tokens end texts: raise it above that")
-    texts = (predicted[predicted < known].tolist() for predicted in map(Example.predicted, examples))
-    return most_frequent_tokens(texts, count, always)

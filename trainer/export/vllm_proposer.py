@@ -128,6 +128,7 @@ class HeadsProposer:
         """Load the weights in the target's dtype on its device, and start recording the target's states."""
         like, config = next(target.parameters()), self.config
         stored = _read_weights(self.folder, config)
+        differences = stored.pop("d2t", None)
         held = {name: tensor.to(device=like.device, dtype=like.dtype) for name, tensor in stored.items()}
         names = [f"heads.{head}" for head in range(self.depth)]
 
@@ -136,8 +137,10 @@ class HeadsProposer:
 
         self._first = stacked("linear") if config["linear"] else None
         self._layers = [stacked(f"blocks.{layer}.linear") for layer in range(config["num_layers"])]
-        shared = config["shared_lm_head"]
-        self._outputs = [None if shared else held[f"{name}.lm_head.weight"] for name in names]
+        self._written = None
+        self._outputs = [held.get("lm_head.weight", held.get(f"{name}.lm_head.weight")) for name in names]
+        if differences is not None:
+            self._written = (torch.arange(len(differences)) + differences).to(like.device)
         self._bias = (
             [held[f"markov.{part}.weight"] for part in ("embedding", "output")] if config["markov_rank"] else []
         )
@@ -188,7 +191,8 @@ class HeadsProposer:
             logits = self._compute_logits(x[head]) if output is None else F.linear(x[head], output)
             if self._bias:
                 logits = logits + F.linear(F.embedding(before, self._bias[0]), self._bias[1])
-            before = logits.argmax(-1)
+            best = logits.argmax(-1)
+            before = best if self._written is None else self._written[best]
             chain.append(before)
         return torch.stack(chain, 1)
 
@@ -219,9 +223,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _read_weights(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
     """Read the tensors; ValueError unless their names and shapes match the config."""
     size, vocab, rank = config["hidden_size"], config["vocab_size"], config["markov_rank"]
-    shapes: dict[str, tuple[int, ...]] = {
-        f"markov.{part}.weight": (vocab, rank) for part in ("embedding", "output") if rank
-    }
+    outputs = config["draft_vocab_size"] or vocab
+    shapes: dict[str, tuple[int, ...]] = {}
+    if rank:
+        shapes = {"markov.embedding.weight": (vocab, rank), "markov.output.weight": (outputs, rank)}
+    if outputs < vocab:
+        shapes |= {"lm_head.weight": (outputs, size), "d2t": (outputs,)}
     for head in range(config["num_heads"]):
         if not config["shared_lm_head"]:
             shapes[f"heads.{head}.lm_head.weight"] = (vocab, size)

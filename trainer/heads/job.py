@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from decoding.errors import UserError
 from decoding.model.loading import load_config
 from trainer.heads.medusa import MedusaObjective, check_init, start_heads, with_sharing
 from trainer.heads.medusa2 import Medusa2Objective
@@ -15,6 +16,7 @@ from trainer.target.features import StoredFeatures, ensure_features
 from trainer.target.hidden import HiddenStates, OnlineTarget, logit_transform
 from trainer.target.least_squares import fit_states
 from trainer.target.loading import StoredTarget, load_data, load_target
+from trainer.target.vocabulary import most_frequent_trained, say_coverage
 
 
 def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process, begins: bool = False) -> Job:
@@ -31,6 +33,12 @@ def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process,
     if recipe.adapters is not None or transform is not None:  # a regression of states would be off by a scale
         heads = heads.model_copy(update={"fit_tokens": 0})
     recipe = recipe.model_copy(update={"heads": heads})
+    written = None
+    if (count := heads.vocabulary) is not None and heads.init is None and count < target.model.vocab_size:
+        if not heads.shared_lm_head:
+            raise UserError(f"heads.vocabulary is {count}, but {said}: set heads.shared_lm_head=true, or leave it out")
+        model, setting = target.model, "heads.vocabulary"
+        written = most_frequent_trained(count, model.vocab_size, model, tokenizer, dataset.examples, setting)
     torch.manual_seed(recipe.training.seed)  # for random initial weights
     kept: StoredTarget = target
     objective: MedusaObjective | Medusa2Objective
@@ -40,22 +48,23 @@ def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process,
         config = load_config(target.name, recipe.trust_remote_code)
         stored = StoredFeatures(store, config, device)
         states: HiddenStates | None = stored
-        objective = MedusaObjective(stored, recipe.heads, steps, target.dtype)
+        objective = MedusaObjective(stored, recipe.heads, steps, target.dtype, written)
         kept = target if features.keep_target else target.let_go()
     elif recipe.adapters is not None:
         states = None
-        objective = Medusa2Objective(target.model, target.tokenizer, recipe.heads, recipe.adapters, steps)
+        objective = Medusa2Objective(target.model, target.tokenizer, recipe.heads, recipe.adapters, steps, written)
     else:
         states = OnlineTarget(target.model)
-        objective = MedusaObjective(states, recipe.heads, steps, target.dtype)
+        objective = MedusaObjective(states, recipe.heads, steps, target.dtype, written)
+    say_coverage(process, "the heads", dataset.examples, objective.heads.output_tokens)
     if begins and heads.init is None and heads.markov_rank and heads.fit_tokens:
-        assert isinstance(objective, MedusaObjective) and states is not None, "heads of Medusa-2 are not fitted"
+        assert states is not None, "heads of Medusa-2 are not fitted"
         process.say(
             f"the heads start as a regression of the target's states on up to {heads.fit_tokens:,} tokens "
             "(heads.fit_tokens)"
         )
         fit = partial(fit_states, states, dataset.examples, heads.num_heads, heads.fit_tokens)
-        start_heads(objective.module.heads, from_first(lambda: fit().start(heads.markov_rank)), states.lm_head)
+        start_heads(objective.heads, from_first(lambda: fit().start(heads.markov_rank)), states.lm_head)
     identity: dict[str, Any] = shared_identity(recipe, target, dataset, heldout)
     identity["features"] = {
         "states": features.states if features else "target"

@@ -24,6 +24,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHead, MedusaHeads, read_config
 from decoding.model.hub import local_folder
 from decoding.model.lm_head import lm_head_input
+from decoding.model.vocabulary import over_vocabulary
 from decoding.rules.best_tree import best_tree
 from trainer.data.batch import Batch, flat_rows
 from trainer.learning.fused import Bias, FusedLoss, fused_loss
@@ -104,18 +105,23 @@ class MedusaTraining(nn.Module):
 
     def _sums_together(self, inputs: HeadInputs, scale: Tensor | None, bias: Bias | None = None) -> TermSums:
         """Return the sums of heads that share the target's lm_head, by one loss; ``bias`` has a row for each place."""
-        assert inputs.lm_head is not None, "heads without an lm_head need the target's"
-        labels, count = inputs.labels, len(self.heads.heads)
-        found = fused_loss(
-            torch.cat([self._features(k, inputs) for k in range(count)]).index_select(0, labels.order),
-            inputs.lm_head,
-            inputs.batch.tokens.flatten()[labels.text + 1],
-            self._mix,
-            self._teacher(inputs, labels.text),
+        labels, count, own = inputs.labels, len(self.heads.heads), self.heads.lm_head
+        features = torch.cat([self._features(k, inputs) for k in range(count)]).index_select(0, labels.order)
+        read = partial(
+            fused_loss,
+            labels=inputs.batch.tokens.flatten()[labels.text + 1],
+            mix=self._mix,
+            teacher=self._teacher(inputs, labels.text),
             places=labels.places,
             row_weights=None if scale is None else scale[labels.heads],
             bias=bias,
+            tokens=self.heads.output_tokens,
         )
+        if own is None:
+            assert inputs.lm_head is not None, "heads without an lm_head need the target's"
+            found: FusedLoss = read(features, inputs.lm_head)
+        else:
+            found = own(features, read=read)
         return TermSums.of_rows(found, labels.heads, count, self._loss.soft)
 
     def _sums_apart(self, inputs: HeadInputs, scale: Tensor | None, bias: Bias | None = None) -> TermSums:
@@ -195,6 +201,11 @@ def check_init(section: HeadsSection, **sizes: int) -> None:
     if section.init is None:
         return
     found = read_config(local_folder(section.init))
+    if section.vocabulary is not None and found.outputs > section.vocabulary:
+        raise UserError(
+            f"the heads in heads.init, {section.init}, write {found.outputs} tokens, more than {section.vocabulary}: "
+            "leave heads.vocabulary out to keep them"
+        )
     for name, wanted in ({name: getattr(section, name) for name in _SHAPE} | sizes).items():
         if wanted not in (None, getattr(found, name)):
             raise UserError(
@@ -203,8 +214,13 @@ def check_init(section: HeadsSection, **sizes: int) -> None:
             )
 
 
-def initial_heads(lm_head: Float[Tensor, "vocab hidden"], section: HeadsSection) -> MedusaHeads:
-    """Return fp32 heads on ``lm_head``'s device: from ``heads.init``, or new ones that predict like ``lm_head``."""
+def initial_heads(
+    lm_head: Float[Tensor, "vocab hidden"], section: HeadsSection, written: Sequence[int] | None = None
+) -> MedusaHeads:
+    """Return fp32 heads on ``lm_head``'s device: from ``heads.init``, or new ones that predict like ``lm_head``.
+
+    ``written``: the tokens that new heads write, in increasing order; None: all.
+    """
     config = MedusaConfig(
         hidden_size=lm_head.shape[1],
         vocab_size=lm_head.shape[0],
@@ -214,18 +230,25 @@ def initial_heads(lm_head: Float[Tensor, "vocab hidden"], section: HeadsSection)
         shared_lm_head=bool(section.shared_lm_head),
         markov_rank=section.markov_rank,
         linear=section.markov_rank > 0 and section.fit_tokens > 0,
+        draft_vocab_size=None if written is None else len(written),
     )
     if section.init is None:
-        return MedusaHeads.for_lm_head(lm_head, config).float().to(lm_head.device)
+        heads = MedusaHeads.for_lm_head(lm_head, config)
+        if written is not None:
+            heads.write_only(written, lm_head)
+        return heads.float().to(lm_head.device)
     check_init(section, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
-    return MedusaHeads.from_pretrained(local_folder(section.init), torch.float32, lm_head.device).train()
+    heads = MedusaHeads.from_pretrained(local_folder(section.init), torch.float32, lm_head.device).train()
+    if heads.lm_head is not None:
+        heads.lm_head.requires_grad_(False)
+    return heads
 
 
 @torch.no_grad()
 def start_heads(heads: MedusaHeads, start: Start, lm_head: Float[Tensor, "vocab hidden"]) -> None:
     """Set the linear maps of new heads, and their bias, to a regression's coefficients."""
     assert heads.markov is not None, "heads with a linear map have a bias"
-    start_bias(heads.markov, start, lm_head)
+    start_bias(heads.markov, start, lm_head if heads.lm_head is None else heads.lm_head.weight)
     for head, weight, bias in zip(heads.heads, start.maps, start.shifts, strict=True):
         head.linear.weight.copy_(weight)  # type: ignore[union-attr,operator]  # ModuleList's items
         head.linear.bias.copy_(bias)  # type: ignore[union-attr,operator]
@@ -239,22 +262,33 @@ large, so equal steps on all weights of such a map would destroy what it predict
 class MedusaObjective:
     """Heads on the hidden states of a frozen target, with the loss Σ weight_k * loss_k over the heads."""
 
-    def __init__(self, states: HiddenStates, section: HeadsSection, steps: int, dtype: torch.dtype) -> None:
-        """``dtype`` is the target's; finished heads are stored and decoded in it."""
+    def __init__(
+        self,
+        states: HiddenStates,
+        section: HeadsSection,
+        steps: int,
+        dtype: torch.dtype,
+        written: Sequence[int] | None = None,
+    ) -> None:
+        """``dtype`` is the target's; finished heads are stored and decoded in it. ``written``: see `initial_heads`."""
         self._states = states
         self._section = section
         self._steps = steps
         self._dtype = dtype
         self.terms = tuple(f"head_{k}" for k in range(section.num_heads))
         self._lm_head: Tensor | None = None
-        self.module: MedusaTraining = MedusaTraining(initial_heads(states.lm_head, section), section)
+        self.module: MedusaTraining = MedusaTraining(initial_heads(states.lm_head, section, written), section)
         self.hit_name = self.module.hit_name
+
+    @property
+    def heads(self) -> MedusaHeads:
+        return self.module.heads
 
     def weights(self, step: int) -> tuple[float, ...]:
         return head_weights(self._section, step, self._steps)
 
     def rates(self, step: int) -> Mapping[str, float]:
-        if not self.module.heads.config.linear:
+        if not self.heads.config.linear:
             return EVERYWHERE_THE_SAME
         return {"": 1.0, **{f"heads.heads.{k}.linear": OF_FITTED for k in range(self._section.num_heads)}}
 
@@ -279,14 +313,14 @@ class MedusaObjective:
         return self._lm_head
 
     def drafter(self) -> Drafter:
-        return named_drafter("heads", heads_for_decoding(self.module.heads, self._dtype))
+        return named_drafter("heads", heads_for_decoding(self.heads, self._dtype))
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
         """Fit the tree to the heads: the paths most often right on greedy texts of the target."""
-        fit_tree(self.module.heads, target, texts(), self._section.tree_nodes)
+        fit_tree(self.heads, target, texts(), self._section.tree_nodes)
 
     def save(self, folder: Path) -> None:
-        heads_for_decoding(self.module.heads, self._dtype).save_pretrained(folder)
+        heads_for_decoding(self.heads, self._dtype).save_pretrained(folder)
 
 
 def head_counts(batch: Batch, num_heads: int) -> Float[Tensor, " heads"]:
@@ -336,4 +370,5 @@ def _new_tokens(
             labels = text[first + k + 2 :]
             if len(labels):
                 before = None if heads.markov is None else text[first + k + 1 : -1]
-                yield k, labels, heads.head_logits(k, hidden[first : first + len(labels)], lm_head, before)
+                logits = heads.head_logits(k, hidden[first : first + len(labels)], lm_head, before)
+                yield k, labels, over_vocabulary(logits, heads.output_tokens, heads.config.vocab_size)

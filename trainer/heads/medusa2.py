@@ -1,6 +1,6 @@
 """The Medusa-2 objective: heads and the target's LoRA adapters, trained jointly (2401.10774, section 2.2.2)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from decoding.drafters.registry import named_drafter
 from decoding.errors import UserError
 from decoding.model.architecture import is_spread
 from decoding.model.causal_lm import CausalLM
+from decoding.model.heads import MedusaHeads
 from decoding.model.lm_head import lm_head_input, run_in_lm_head
 from trainer.data.batch import Batch, flat_rows
 from trainer.files.transformers4 import write_model
@@ -130,18 +131,25 @@ class Medusa2Objective:
         heads: HeadsSection,
         adapters: AdaptersSection,
         steps: int,
+        written: Sequence[int] | None = None,
     ) -> None:
+        """``written``: see `medusa.initial_heads`."""
         _refuse_unfit(target)
         self._tokenizer = tokenizer
         self._section, self._adapters, self._steps, self._dtype = heads, adapters, steps, target.dtype
         self.terms = (*(f"head_{k}" for k in range(heads.num_heads)), "target")
-        training = MedusaTraining(initial_heads(target.model.get_output_embeddings().weight, heads), heads)
+        lm_head = target.model.get_output_embeddings().weight
+        training = MedusaTraining(initial_heads(lm_head, heads, written), heads)
         self.hit_name = training.hit_name
         if adapters.gradient_checkpointing:
             # The method's name from transformers 5.23 on, and before.
             model, names = target.model, ("activation_checkpointing_enable", "gradient_checkpointing_enable")
             next(getattr(model, name) for name in names if hasattr(model, name))({"use_reentrant": False})
         self.module: JointTraining = JointTraining(with_adapters(target.model, adapters), training)
+
+    @property
+    def heads(self) -> MedusaHeads:
+        return self.module.heads.heads
 
     def _is_joint(self, step: int) -> bool:
         return step >= self._adapters.heads_first_steps
@@ -154,7 +162,7 @@ class Medusa2Objective:
 
     def rates(self, step: int) -> Mapping[str, float]:
         rates = {"heads.": self._adapters.heads_rate, "": 1.0 if self._is_joint(step) else 0.0}
-        if self.module.heads.heads.config.linear:  # heads.init may name fitted heads
+        if self.heads.config.linear:  # heads.init may name fitted heads
             maps = (f"heads.heads.heads.{k}.linear" for k in range(self._section.num_heads))
             rates |= dict.fromkeys(maps, self._adapters.heads_rate * OF_FITTED)
         return rates
@@ -176,15 +184,15 @@ class Medusa2Objective:
 
     def drafter(self) -> Drafter:
         self.module.eval()
-        return named_drafter("heads", heads_for_decoding(self.module.heads.heads, self._dtype))
+        return named_drafter("heads", heads_for_decoding(self.heads, self._dtype))
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
         """Fit the tree to the heads and the adapted target: see `medusa.MedusaObjective.choose_tree`."""
-        fit_tree(self.module.heads.heads, target, texts(), self._section.tree_nodes)
+        fit_tree(self.heads, target, texts(), self._section.tree_nodes)
 
     def save(self, folder: Path) -> None:
         """Write the heads, and to ``target/`` their target with the adapters merged in."""
-        heads_for_decoding(self.module.heads.heads, self._dtype).save_pretrained(folder)
+        heads_for_decoding(self.heads, self._dtype).save_pretrained(folder)
         merged = merged_weights(self.module.model)
         write_model(base_of(self.module.model), self._tokenizer, folder / TARGET_FOLDER, merged)
 

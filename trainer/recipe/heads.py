@@ -19,6 +19,9 @@ class HeadsSection(Section):
     shared_lm_head: bool | None = None
     """Heads consist of residual blocks and share the target's lm_head: far smaller. None: they do if lm_heads of their
     own would have at least half of the target's size."""
+    vocabulary: Annotated[int, Field(ge=1)] | None = None
+    """The heads write only the most frequent tokens of the data, at most this many, by copies of their rows of the
+    target's lm_head: drafting and training read fewer rows. Needs ``shared_lm_head``. None: all of the target's."""
     fit_tokens: Annotated[int, Field(ge=0)] = 32_768
     """New heads with a Markov bias start as a regression of the target's states, on this many tokens of the data
     (`trainer.target.least_squares`), instead of near the target's own prediction.
