@@ -15,7 +15,7 @@ from decoding.model.eagle3_config import Eagle3Config
 def tiny_eagle3(
     target: CausalLM, writes: Sequence[int] | None = None, spread: float = 0.3, seed: int = 1, **changes: Any
 ) -> Eagle3Draft:
-    """Make a draft over all taps, with grouped keys; its weights are ``spread`` wide. ``writes``: None for all tokens."""
+    """Make a draft over all taps, with grouped keys; weights ``spread`` wide. ``writes``: None for all tokens."""
     sizes: dict[str, Any] = {
         "hidden_size": target.hidden_size,
         "intermediate_size": 24,

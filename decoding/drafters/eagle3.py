@@ -121,8 +121,9 @@ def _level(shapes: Sequence[TreeShape], first: Sequence[int], device: torch.devi
         visible[row, count:, -1] = True
     flat = torch.tensor([row * width + place for row, count in enumerate(counts) for place in range(count)])
     depth = max(shape.max_depth for shape in shapes)
-    on_device = (part.to(device, non_blocking=True) for part in (nodes, parents, visible, flat))
-    return _Level(depth, *on_device, bool(visible.all()))
+    sees_all = bool(visible.all())
+    nodes, parents, visible, flat = (part.to(device, non_blocking=True) for part in (nodes, parents, visible, flat))
+    return _Level(depth, nodes, parents, visible, flat, sees_all)
 
 
 @lru_cache(maxsize=256)
@@ -180,12 +181,13 @@ class Eagle3State:
         """Keep the target's states at new tokens."""
         for slot, request in enumerate(requests):
             if request.states is not None and len(request.states):
-                self._unread[slot].append(request.states)
+                self._unread[slot].append(request.states.to(self.draft.fc.weight))
 
     def read(self, texts: Sequence[Sequence[int]]) -> Float[Tensor, "rows outputs"]:
         """Run the new slots of each text; return the logits after its last token, over the draft's outputs."""
         empty = self.draft.fc.weight.new_zeros(0, self.draft.fc.in_features)
-        states = [torch.cat([empty, *(part.to(empty) for part in self._unread[slot])]) for slot in range(len(texts))]
+        unread = [self._unread[slot] or [empty] for slot in range(len(texts))]
+        states = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in unread]
         self._unread.update({slot: [] for slot in range(len(texts))})
         for slot, text in enumerate(texts):
             if len(states[slot]) > _FEW:
@@ -200,13 +202,16 @@ class Eagle3State:
         if not (width := max(counts)):
             return
         begins = self._lengths[first : first + len(texts)]
-        new = [list(text[begin + 1 : begin + 1 + count]) for text, begin, count in zip(texts, begins, counts, strict=True)]
+        new = [
+            list(text[begin + 1 : begin + 1 + count]) for text, begin, count in zip(texts, begins, counts, strict=True)
+        ]
         tokens = torch.tensor([[*own, *[0] * (width - len(own))] for own in new]).to(device, non_blocking=True)
         positions = torch.tensor(begins).to(device, non_blocking=True)[:, None] + torch.arange(width, device=device)
         visible, keys = None, max(begins) + width
         if any(begins) and (width > 1 or len(set(begins)) > 1):
             visible = torch.arange(keys, device=device) <= positions[..., None]
-        fused = self.draft.fused(pad_sequence(list(states), batch_first=True))
+        read = states[0][None] if len(states) == 1 else pad_sequence(list(states), batch_first=True)
+        fused = self.draft.fused(read)
         ran = self._run(first, tokens, fused, positions, positions, visible, keys)
         grown = [row for row, count in enumerate(counts) if count]
         index, ends = torch.tensor([(row, counts[row] - 1) for row in grown]).to(device, non_blocking=True).T

@@ -129,7 +129,8 @@ def parse_drafter(text: str, **options: Any) -> DrafterSpec:
 
     Raises UserError, in one sentence, for an item that is misspelt, missing or out of range. The weights are not read,
     but a PATH without a name is looked up, on the Hub if it is not a folder. It means a ``hybrid`` of ``heads`` for
-    heads, ``dspark`` for a DSpark draft, ``eagle3`` for an EAGLE-3 draft, ``draft-tree`` if an option belongs to the tree, else ``draft``.
+    heads, ``dspark`` for a DSpark draft, ``eagle3`` for an EAGLE-3 draft, else ``draft``. ``eagle3-tree`` and
+    ``draft-tree`` are meant if an option belongs to the tree.
     """
     name, path, given = split_spec(text, tuple(REGISTRY))
     given = {**given, **options}

@@ -149,8 +149,8 @@ class Eagle3Draft(nn.Module):
         pairs = torch.cat((layer.input_layernorm(embedded.to(normed)), normed), -1)
         x = normed if self.config.norm_before_residual else states
         x = x + layer.self_attn(pairs, self._rotary(positions), held, mask)
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return x
+        ran: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
+        return ran
 
     def recycled(self, states: Float[Tensor, "*slots hidden"]) -> Float[Tensor, "*slots hidden"]:
         """Return what the next slot continues from, given the states of slots."""
@@ -192,7 +192,9 @@ class Eagle3Draft(nn.Module):
         """
         config, header = read_described(folder)
         draft = Eagle3Draft(config)
-        weights = {_ours(name): tensor for name, tensor in read_weights(folder, REMEDY).items() if _ours(name) in header}
+        weights = {
+            _ours(name): tensor for name, tensor in read_weights(folder, REMEDY).items() if _ours(name) in header
+        }
         draft.load_state_dict({"d2t": draft.d2t, **weights})
         check_d2t(draft.d2t, config.vocab_size, folder, REMEDY)
         draft.to(dtype)
@@ -222,7 +224,8 @@ def check_embedding(folder: Path, target: CausalLM) -> None:
     """Raise UserError if a folder's embedding differs from the target's by more than rounding."""
     if _EMBEDDING not in weights_header(folder, REMEDY):
         return
-    own: Any = target.model.get_input_embeddings().weight.detach()
+    embedding: Any = target.model.get_input_embeddings()
+    own = embedding.weight.detach()
     stored = next(tensor for name, tensor in stored_weights(folder, REMEDY) if name == _EMBEDDING)
     if stored.shape != own.shape or not torch.allclose(stored.to(own), own, rtol=2**-7, atol=1e-6):
         raise UserError(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from huggingface_hub.errors import StrictDataclassError  # type: ignore[attr-defined]  # not listed by the library
+from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -30,6 +30,7 @@ _TAKEN: dict[str, tuple[Any, ...]] = {
 _ROTARY = ("default", "linear", "llama3", "yarn")
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _DEFAULT_TAPS = 3
+_WIDEST = 1 << 16  # an attention head
 REMEDY = "give an EAGLE-3 draft of one Llama layer, as headstart, EAGLE, SpecForge, ModelOpt or speculators write it"
 _THIS_TARGET = "give a draft trained on this target"
 
@@ -82,6 +83,8 @@ class Eagle3Config:
             )
         if self.draft_vocab_size > self.vocab_size:
             raise UserError(f"draft_vocab_size is {self.draft_vocab_size}: give at most the {self.vocab_size} tokens")
+        if type(self.rms_norm_eps) is not float or not 0 <= self.rms_norm_eps < 1:
+            raise UserError(f"rms_norm_eps is {self.rms_norm_eps!r}: give a number from 0 to 1")
         if self.norm_before_fc and self.fc_norm:
             raise UserError("norm_before_fc and fc_norm are both true: give one of them")
         object.__setattr__(self, "target_layer_ids", taps)
@@ -99,7 +102,7 @@ class Eagle3Config:
                 num_attention_heads=self.num_attention_heads,
                 head_dim=self.head_dim,
                 max_position_embeddings=self.max_position_embeddings,
-                rope_parameters=dict(self.rope_parameters),  # type: ignore[arg-type]  # a mapping of any kind of rope
+                rope_parameters=dict(self.rope_parameters),
             )
         )
         return rotary.inv_freq, rotary.attention_scaling
@@ -107,8 +110,9 @@ class Eagle3Config:
     def for_target(self, target: CausalLM) -> "Eagle3Config":
         """Return the config with the target's default layers filled in; UserError if it does not fit the target."""
         width = target.model.config.get_text_config(decoder=True).hidden_size
-        embedded = target.model.get_input_embeddings().weight.shape[1]
-        for name, size in (("hidden_size", width), ("hidden_size", embedded), ("vocab_size", target.vocab_size)):
+        embedding: Any = target.model.get_input_embeddings()
+        sizes = {"hidden_size": {width, embedding.weight.shape[1]}, "vocab_size": {target.vocab_size}}
+        for name, size in ((name, size) for name, found in sizes.items() for size in found):
             if getattr(self, name) != size:
                 raise UserError(
                     f"this draft needs a target whose {name} is {getattr(self, name)}, not {size}: {_THIS_TARGET}"
@@ -183,10 +187,11 @@ def read_eagle3_config(folder: Path) -> Eagle3Config:
     stored = read_object(path, REMEDY)
     try:
         config = _config_of(stored)
-        config.frequencies()
+        if config.head_dim > _WIDEST or not config.frequencies()[0].isfinite().all():
+            raise UserError(f"its heads of {config.head_dim} have no rotary embedding by {config.rope_parameters}")
         return config
-    except (TypeError, ValueError, KeyError, AttributeError, StrictDataclassError) as error:
-        told = " ".join(str(error).split())
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, StrictDataclassError) as error:
+        told = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise UserError(f"{path} does not describe an EAGLE-3 draft ({told}): {REMEDY}") from error
 
 

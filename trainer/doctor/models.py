@@ -256,7 +256,9 @@ def _eagle3(name: str, folder: Path, target: Skeleton, bytes_of: list[int]) -> F
     config = config.for_target(target.model)
     bytes_of.append(sum(prod(tensor.shape) for tensor in header.values()) * target.model.dtype.itemsize)
     taps, tokens = ", ".join(map(str, config.target_layer_ids)), config.draft_vocab_size
-    return ok("draft", f"EAGLE-3 for {tokens} of {config.vocab_size} tokens, from the target's states after layers {taps}")
+    return ok(
+        "draft", f"EAGLE-3 for {tokens} of {config.vocab_size} tokens, from the target's states after layers {taps}"
+    )
 
 
 def _origin(folder: Path, target: Skeleton, trusted: bool, reads_target: bool) -> Finding:
