@@ -18,7 +18,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.stored import CONFIG_NAME, check_whole, read_object
 
 _ARCHITECTURE = "LlamaForCausalLMEagle3"
-_LLAMAS = (_ARCHITECTURE, "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
+_LLAMAS = (_ARCHITECTURE, "Eagle3LlamaForCausalLM")
 _TAKEN: dict[str, tuple[Any, ...]] = {
     "num_hidden_layers": (None, 1),
     "hidden_act": (None, "silu"),
@@ -76,11 +76,9 @@ class Eagle3Config:
             check_whole("an entry of target_layer_ids", tap, 0)
         if list(taps) != sorted(set(taps)):
             raise UserError(f"target_layer_ids is {list(taps)}: give increasing layers")
-        if self.num_attention_heads % self.num_key_value_heads or self.head_dim % 2:
-            raise UserError(
-                f"{self.num_attention_heads} heads of {self.head_dim} with {self.num_key_value_heads} key heads do not "
-                "fit together: give an even size, and a multiple of the key heads"
-            )
+        heads, of_keys = self.num_attention_heads, self.num_key_value_heads
+        if heads % of_keys or self.head_dim % 2 or self.head_dim > _WIDEST:
+            raise UserError(f"it has {heads} heads of {self.head_dim} with {of_keys} key heads: give sizes that fit")
         if self.draft_vocab_size > self.vocab_size:
             raise UserError(f"draft_vocab_size is {self.draft_vocab_size}: give at most the {self.vocab_size} tokens")
         if type(self.rms_norm_eps) is not float or not 0 <= self.rms_norm_eps < 1:
@@ -152,7 +150,7 @@ class Eagle3Config:
 
 def default_layers(count: int) -> tuple[int, ...]:
     """Return the layers (from 0) of a target of ``count`` layers after which drafts read states by default."""
-    layers = _spread(count)
+    layers = (1, count // 2 - 1, count - 4)
     if list(layers) != sorted(set(layers)):
         raise UserError(
             f"this draft reads the default layers, but a target of {count} layers has too few for them: name the "
@@ -161,13 +159,10 @@ def default_layers(count: int) -> tuple[int, ...]:
     return layers
 
 
-def _spread(count: int) -> tuple[int, ...]:
-    return 1, count // 2 - 1, count - 4
-
-
 def _is_default(layers: Sequence[int]) -> bool:
     """Return True if these layers are the default ones of some target."""
-    return tuple(layers) == _spread(layers[-1] + 4)
+    last = layers[-1]
+    return tuple(layers) == (1, (last + 4) // 2 - 1, last)
 
 
 def is_eagle3_folder(folder: Path) -> bool:
@@ -187,8 +182,8 @@ def read_eagle3_config(folder: Path) -> Eagle3Config:
     stored = read_object(path, REMEDY)
     try:
         config = _config_of(stored)
-        if config.head_dim > _WIDEST or not config.frequencies()[0].isfinite().all():
-            raise UserError(f"its heads of {config.head_dim} have no rotary embedding by {config.rope_parameters}")
+        if not config.frequencies()[0].isfinite().all():
+            raise UserError(f"rope_parameters is {config.rope_parameters}, which gives no finite angles")
         return config
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, StrictDataclassError) as error:
         told = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
@@ -202,23 +197,24 @@ def _config_of(stored: Mapping[str, Any]) -> Eagle3Config:
     rope = {**(flat.get("rope_parameters") or flat.get("rope_scaling") or {})}
     rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
     rope = {"rope_theta": flat.get("rope_theta", 10_000.0), **rope}
-    names = flat.get("architectures") or list(_LLAMAS)
-    if names[0] not in _LLAMAS or (nested or {}).get("model_type", "llama") != "llama":
-        raise UserError(f"its layer is not Llama's but of {(nested or {}).get('model_type', names[0])}")
     for key, values in _TAKEN.items():
         for found in (flat.get(key), rope.pop(key, None)):
             if found not in values:
                 raise UserError(f"{key} is {found}")
-    if set(flat.get("layer_types") or ()) - {"full_attention"}:
-        raise UserError("its layer attends to a window")
-    if rope["rope_type"] not in _ROTARY:
-        raise UserError(f"its rotary embeddings are {rope['rope_type']}")
-    if flat.get("target_hidden_size") not in (None, flat["hidden_size"]):
-        raise UserError(f"it is {flat['hidden_size']} wide for a target {flat['target_hidden_size']} wide")
-    if own.get("use_aux_hidden_state") is False:
-        raise UserError("it reads no states between the target's layers")
-    if nested is not None and "norm_before_residual" not in flat:
-        raise UserError("norm_before_residual is missing, for which servers have different defaults: add it")
+    style = nested.get("model_type", "llama") if nested else (flat.get("architectures") or [None])[0]
+    width, of_target = flat["hidden_size"], flat.get("target_hidden_size")
+    windows = flat.get("layer_types") or (["sliding_attention"] if flat.get("use_sliding_window") else [])
+    refused = {
+        f"its layer is not Llama's but of {style}": style not in ("llama", *_LLAMAS),
+        "its layer attends to a window": bool(set(windows) - {"full_attention"}),
+        f"its rotary embeddings are {rope['rope_type']}": rope["rope_type"] not in _ROTARY,
+        f"it is {width} wide for a target {of_target} wide": of_target not in (None, width),
+        "it reads no states between the target's layers": own.get("use_aux_hidden_state") is False,
+        "norm_before_residual is missing, for which servers have different defaults: add it": nested is not None
+        and "norm_before_residual" not in flat,
+    }
+    for problem in (problem for problem, found in refused.items() if found):
+        raise UserError(problem)
     known = {each.name: flat[each.name] for each in fields(Eagle3Config) if flat.get(each.name) is not None}
     known["norm_before_fc"] = flat.get("norm_before_fc") or own.get("norm_before_fc") or False
     config = Eagle3Config(
