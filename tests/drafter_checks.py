@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from tiny_dspark import states_at, tiny_dflash, tiny_dspark
+from tiny_eagle3 import tiny_eagle3
 from tiny_models import naive_greedy
 from torch import Tensor
 
@@ -17,6 +18,8 @@ from decoding.drafters import (
     DraftSession,
     DraftTreeDrafter,
     DSparkDrafter,
+    Eagle3Drafter,
+    Eagle3TreeDrafter,
     HybridDrafter,
     LookaheadDrafter,
     MedusaDrafter,
@@ -77,6 +80,10 @@ DRAFTERS: dict[str, Callable[[CausalLM, CausalLM], Drafter]] = {
     "DFlash of few tokens": lambda target, draft: DSparkDrafter(tiny_dflash(target, 3, writes=FEW)),
     "DSpark tree": lambda target, draft: DSparkDrafter(tiny_dspark(target, 3, num_hidden_layers=2), tree=TREE),
     "likeliest DFlash": lambda target, draft: DSparkDrafter(tiny_dflash(target, 3), sampled=False),
+    "EAGLE-3 chain": lambda target, draft: Eagle3Drafter(tiny_eagle3(target), 3),
+    "EAGLE-3 tree of few tokens": lambda target, draft: Eagle3Drafter(tiny_eagle3(target, writes=FEW), tree=TREE),
+    "likeliest EAGLE-3 tree": lambda target, draft: Eagle3Drafter(tiny_eagle3(target), tree=TREE, sampled=False),
+    "EAGLE-3 best tree": lambda target, draft: Eagle3TreeDrafter(tiny_eagle3(target), 3, 3, 12),
     "lookup": lambda target, draft: PromptLookupDrafter(4, branches=2),
     "lookahead": lambda target, draft: LookaheadDrafter(3, 3, 3),
     "cascade": lambda target, draft: CascadeDrafter(draft, nearly(draft), 4, 2),

@@ -207,7 +207,7 @@ ERRORS = {
     ),
     "an unknown drafter": (
         ["generate", "--target", "TARGET", "--drafter", "lokup", "--prompt", "a"],
-        "no drafter is called 'lokup': choose one of heads, draft, draft-tree, dspark, lookup",
+        "no drafter is called 'lokup': choose one of heads, draft, draft-tree, dspark, eagle3, eagle3-tree, lookup",
     ),
     "a plan besides a drafter": (
         ["generate", "--target", "TARGET", "--drafter", "lookup", "--plan", "p.json", "--prompt", "a"],

@@ -12,6 +12,7 @@ from fake_hub import FakeHub, folder_on
 from fake_hub import hub as hub
 from peft import LoraConfig, get_peft_model
 from tiny_dspark import tiny_dspark
+from tiny_eagle3 import tiny_eagle3
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 from transformers import AutoModelForCausalLM, MambaConfig, PreTrainedTokenizerFast
@@ -53,8 +54,8 @@ def trained_on(folder: Path, target: Path) -> Path:
     return folder
 
 
-def save_dspark(folder: Path, target: Path, width: int = 16) -> Path:
-    tiny_dspark(CausalLM(tiny_model(vocab=128, hidden_size=width))).save_pretrained(folder)
+def save_dspark(folder: Path, target: Path, width: int = 16, tiny: Any = tiny_dspark) -> Path:
+    tiny(CausalLM(tiny_model(vocab=128, hidden_size=width))).save_pretrained(folder)
     return trained_on(folder, target)
 
 
@@ -182,8 +183,15 @@ def test_fitting_heads_and_drafts_of_both_kinds_have_nothing_to_note(
     save_heads(tmp_path / "heads", target)
     draft = trained_on(save(tmp_path / "draft", seed=1), target)
     save_dspark(tmp_path / "dspark", target)
+    save_dspark(tmp_path / "eagle3", target, tiny=tiny_eagle3)
     specs = [f"heads:{tmp_path}/heads", f"{tmp_path}/heads", f"draft:{draft}", f"dspark:{tmp_path}/dspark"]
-    for text in [*specs, f"other-tokenizer:{draft}", "lookup"]:
+    for text in [
+        *specs,
+        f"eagle3:{tmp_path}/eagle3",
+        f"eagle3-tree:{tmp_path}/eagle3",
+        f"other-tokenizer:{draft}",
+        "lookup",
+    ]:
         assert fits(of_drafter(text, skeleton)), text
 
 
@@ -221,6 +229,11 @@ def wide_dspark(folder: Path, target: Path) -> str:
     return f"dspark:{save_dspark(folder, target, width=24)}"
 
 
+def eagle3_of_a_deeper_target(folder: Path, target: Path) -> str:
+    changed(save_dspark(folder, target, tiny=tiny_eagle3), "config.json", eagle_aux_hidden_state_layer_ids=[2])
+    return f"eagle3:{folder}"
+
+
 def without_provenance(folder: Path, target: Path) -> str:
     return f"heads:{save_heads(folder, None)}"
 
@@ -243,6 +256,7 @@ def other_tokenizer(folder: Path, target: Path) -> str:
         (dspark_of_another_target, "origin", "problem", "trained on another target", "on this target"),
         (wide_dspark, "draft", "problem", "hidden_size is 24", "trained on this target"),
         (dspark_without_a_tensor, "draft", "problem", "layers.1.input_layernorm.weight is missing", "DSpark"),
+        (eagle3_of_a_deeper_target, "draft", "problem", "reads layer 1, but only 0 to 0", "trained on this target"),
         (without_provenance, "origin", "note", "no provenance.json", "headstart evaluate"),
         (draft_of_another_target, "origin", "note", "trained on another target", "headstart realign"),
         (other_tokenizer, "tokens", "problem", "is not the target's", "other-tokenizer:"),

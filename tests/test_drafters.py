@@ -40,7 +40,10 @@ from decoding.rules.tree import Proposal, ProposalKind
 SAMPLED = SamplingConfig(1.0, top_p=0.9)
 PENALISED = SamplingConfig(0.9, repetition_penalty=1.4)
 ALL = pytest.mark.parametrize("name", DRAFTERS)
-FEW = ["chain", "draft tree", "Markov heads", "DSpark tree", "lookup", "lookahead", "cascade", "drawn hybrid"]
+FEW = [
+    *("chain", "draft tree", "Markov heads", "DSpark tree", "EAGLE-3 chain", "EAGLE-3 best tree", "lookup"),
+    *("lookahead", "cascade", "drawn hybrid"),
+]
 """They stand for all in `make check`."""
 
 
@@ -87,7 +90,10 @@ def test_each_row_is_drafted_for_as_if_it_were_alone(tiny_llama: CausalLM, tiny_
 
 @examples(20)
 @given(
-    seed=st.integers(0, 2**32 - 1), name=st.sampled_from(["chain", "draft tree", "DSpark tree", "lookup", "cascade"])
+    seed=st.integers(0, 2**32 - 1),
+    name=st.sampled_from(
+        ["chain", "draft tree", "DSpark tree", "EAGLE-3 chain", "EAGLE-3 best tree", "lookup", "cascade"]
+    ),
 )
 def test_a_session_after_any_acceptances_is_a_fresh_session(
     tiny_draft: CausalLM, tiny_llama: CausalLM, seed: int, name: str

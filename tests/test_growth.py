@@ -1,4 +1,4 @@
-"""Trees of a fixed shape, of heads, DSpark drafts and draft models: each choice by hand, all draws enumerated."""
+"""Trees of a fixed shape, of heads, DSpark, EAGLE-3 and ordinary drafts: each choice by hand, all draws enumerated."""
 
 import itertools
 import math
@@ -13,6 +13,8 @@ import torch
 from drafter_checks import Follower, hidden_before, request
 from enumerated_rules import LOSSY
 from tiny_dspark import block_logits, logits_after, states_at, tiny_dflash, tiny_dspark
+from tiny_eagle3 import logits_after as eagle3_logits
+from tiny_eagle3 import tiny_eagle3
 from tiny_models import full_forward, tiny_model
 from torch import Tensor
 
@@ -21,6 +23,7 @@ from decoding.drafters import (
     DraftModelDrafter,
     DraftSession,
     DSparkDrafter,
+    Eagle3Drafter,
     HybridDrafter,
     MedusaDrafter,
     PromptLookupDrafter,
@@ -30,6 +33,7 @@ from decoding.drafters.growth import Growth, StaticTree
 from decoding.generate import DecodingConfig, Engine
 from decoding.measure.proof.enumeration import LOSSLESS, ROOT_TOKEN, ContextModel, Draft, contexts, distance_from_target
 from decoding.model.causal_lm import CausalLM
+from decoding.model.eagle3 import Eagle3Draft
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules.drawing import RandomSource
 from decoding.rules.sampling import HistoryRows, SamplingConfig, probabilities
@@ -45,7 +49,7 @@ PROCESSED = SamplingConfig(
     0.9, processors=(lambda texts, scores: scores + torch.arange(scores.shape[1]) * (texts[:, -1:] % 3) / 8,)
 )
 SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 1}
-KINDS = ["heads", "shared heads", "Markov heads", "DSpark", "DFlash", "draft model"]
+KINDS = ["heads", "shared heads", "Markov heads", "DSpark", "DFlash", "EAGLE-3", "draft model"]
 
 
 class Case(NamedTuple):
@@ -66,6 +70,8 @@ def models(kind: str, vocab: int) -> tuple[CausalLM, object]:
         return target, CausalLM(tiny_model(vocab=vocab, seed=1, **sizes).to(target.dtype))
     if kind in ("DSpark", "DFlash"):
         return target, (tiny_dspark if kind == "DSpark" else tiny_dflash)(target, 3).to(target.dtype)
+    if kind == "EAGLE-3":
+        return target, tiny_eagle3(target).to(target.dtype)
     config = MedusaConfig(target.hidden_size, vocab, 3, 1, ((0,),), "shared" in kind)
     heads = MedusaHeads(replace(config, markov_rank=4 if kind == "Markov heads" else 0)).to(target.dtype)
     generator = torch.Generator().manual_seed(4)
@@ -114,6 +120,9 @@ def _case_of(kind: str, tree: Sequence[Sequence[int]], vocab: int, sampled: bool
 
         drafter = MedusaDrafter(weights, tree, sampled)
         return Case(drafter, target, of_heads, lambda path: of_heads(path, biased=False))
+    if isinstance(weights, Eagle3Draft):
+        after = lambda path: eagle3_logits(weights, target, TEXT, path)  # noqa: E731
+        return Case(Eagle3Drafter(weights, tree=tree, sampled=sampled), target, after, after)
     return Case(
         DSparkDrafter(weights, tree=tree, sampled=sampled),
         target,
@@ -256,6 +265,8 @@ TREES = {
         ("DSpark", "uneven", AT_ONE),
         ("DSpark", "chain", SamplingConfig(0.7, top_k=2)),
         ("DFlash", "three children, the second grown", AT_ONE),
+        ("EAGLE-3", "uneven", AT_ONE),
+        ("EAGLE-3", "chain", SamplingConfig(0.7, top_k=2)),
         ("draft model", "chain", SamplingConfig(0.7, repetition_penalty=1.5)),
     ],
 )

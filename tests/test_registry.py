@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 from tiny_dspark import tiny_dflash, tiny_dspark
+from tiny_eagle3 import tiny_eagle3
 from tiny_models import naive_greedy, tiny_model
 from tiny_tokenizer import byte_tokenizer
 
@@ -15,6 +16,8 @@ from decoding.drafters import (
     DraftModelDrafter,
     DraftTreeDrafter,
     DSparkDrafter,
+    Eagle3Drafter,
+    Eagle3TreeDrafter,
     HybridDrafter,
     LookaheadDrafter,
     MedusaDrafter,
@@ -39,6 +42,17 @@ SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
     ),
     "dspark:PATH/dspark,tokens=2": (DSparkDrafter, {"max_depth": 2}, "dspark, 2 tokens"),
     "dspark:PATH/dflash,tree=0/1/0.0": (DSparkDrafter, {"max_nodes": 4}, "dflash, tree of 3"),
+    "eagle3:PATH/eagle3": (Eagle3Drafter, {"max_depth": 4}, "eagle3, 4 tokens"),
+    "eagle3:PATH/eagle3,tree=0/1/0.0,sampled=false": (
+        Eagle3Drafter,
+        {"max_nodes": 4},
+        "eagle3, deterministic tree of 3",
+    ),
+    "eagle3-tree:PATH/eagle3,depth=3,width=2,nodes=7": (
+        Eagle3TreeDrafter,
+        {"depth": 3, "width": 2, "max_nodes": 7},
+        "eagle3, best tree of 6",
+    ),
     "lookup": (PromptLookupDrafter, {"tokens": 10, "ngram": 3}, "prompt lookup"),
     "lookup:tokens=3,ngram=2,branches=2": (
         PromptLookupDrafter,
@@ -68,6 +82,8 @@ SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
     ),
     "PATH/heads": (HybridDrafter, {"max_depth": 10}, "medusa, tree of 9, with prompt lookup"),
     "PATH/dspark,tokens=2": (HybridDrafter, {"max_depth": 10}, "dspark, 2 tokens, with prompt lookup"),
+    "PATH/eagle3,tokens=2": (HybridDrafter, {"max_depth": 10}, "eagle3, 2 tokens, with prompt lookup"),
+    "PATH/eagle3,nodes=7": (HybridDrafter, {"max_depth": 10}, "eagle3, best tree of 6, with prompt lookup"),
     "PATH/draft,tokens=2": (HybridDrafter, {}, "draft model, 2 tokens, with prompt lookup"),
     "PATH/draft,depth=2,lookup_tokens=3": (
         HybridDrafter,
@@ -79,12 +95,12 @@ SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads, a draft, a draft for it, one with another tokenizer, a DSpark and a DFlash one, on disk."""
+    """Heads, a draft, a draft for it, one with another tokenizer, a DSpark, a DFlash and an EAGLE-3 one, on disk."""
     folder = tmp_path_factory.mktemp("models")
     for name, shift, seed in (("draft", 0, 1), ("smaller", 0, 2), ("stranger", 1, 1)):
         tiny_model(vocab=130, seed=seed).save_pretrained(folder / name)
         byte_tokenizer(shift=shift).save_pretrained(folder / name)
-    for name, make in (("dspark", tiny_dspark), ("dflash", tiny_dflash)):
+    for name, make in (("dspark", tiny_dspark), ("dflash", tiny_dflash), ("eagle3", tiny_eagle3)):
         make(CausalLM(tiny_model(vocab=130))).save_pretrained(folder / name)
     MedusaHeads.for_target(tiny_model(vocab=130), MedusaConfig(16, 130)).save_pretrained(folder / "heads")
     return folder
@@ -108,7 +124,7 @@ def test_a_spec_makes_its_drafter_which_decodes_as_plain_decoding(models: Path, 
 
 
 def test_every_name_of_the_registry_is_tried_above() -> None:
-    assert {text.partition(":")[0] for text in SPECS} >= REGISTRY.keys() and len(REGISTRY) == 9
+    assert {text.partition(":")[0] for text in SPECS} >= REGISTRY.keys() and len(REGISTRY) == 11
 
 
 def test_a_path_may_hold_commas(tmp_path: Path) -> None:
@@ -119,7 +135,7 @@ def test_a_path_may_hold_commas(tmp_path: Path) -> None:
 
 
 MISTAKES = {
-    "lokup": "no drafter is called 'lokup': choose one of heads, draft, draft-tree, dspark, lookup, hybrid",
+    "lokup": "no drafter is called 'lokup': choose one of heads, draft, draft-tree, dspark, eagle3, eagle3-tree",
     "distilgpt2": f"no drafter is called 'distilgpt2': choose one of {', '.join(REGISTRY)}, or draft:distilgpt2 for a",
     "lookup:ngrams=3": "the drafter lookup does not take 'ngrams': choose among tokens, ngram, min_ngram, branches",
     "lookup:ngram=0": "the drafter lookup is given ngram=0: give a whole number of at least 1",

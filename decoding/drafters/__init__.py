@@ -4,6 +4,7 @@ from decoding.drafters.base import Drafter, DraftSession
 from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.drafters.dspark import DSparkDrafter
+from decoding.drafters.eagle3 import Eagle3Drafter, Eagle3TreeDrafter
 from decoding.drafters.experimental.cascade import CascadeDrafter
 from decoding.drafters.experimental.lookahead import LookaheadDrafter
 from decoding.drafters.experimental.other_tokenizer import OtherTokenizerDrafter
@@ -18,6 +19,8 @@ __all__ = [
     "DraftSession",
     "DraftTreeDrafter",
     "Drafter",
+    "Eagle3Drafter",
+    "Eagle3TreeDrafter",
     "HybridDrafter",
     "LookaheadDrafter",
     "MedusaDrafter",

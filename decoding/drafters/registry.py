@@ -15,6 +15,7 @@ from decoding.drafters.base import Drafter
 from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.drafters.dspark import DSparkDrafter
+from decoding.drafters.eagle3 import Eagle3Drafter, Eagle3TreeDrafter
 from decoding.drafters.experimental.cascade import CascadeDrafter
 from decoding.drafters.experimental.lookahead import LookaheadDrafter
 from decoding.drafters.experimental.other_tokenizer import OtherTokenizerDrafter
@@ -25,11 +26,21 @@ from decoding.drafters.spec import DrafterSpec, DraftPath, Option, one_of, optio
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
+from decoding.model.eagle3 import Eagle3Draft
 from decoding.model.heads import MedusaHeads
 from decoding.model.hub import local_folder
-from decoding.model.loading import dspark_folder, is_heads_folder, load_draft, load_dspark, load_heads, load_tokenizer
+from decoding.model.loading import (
+    dspark_folder,
+    eagle3_folder,
+    is_heads_folder,
+    load_draft,
+    load_dspark,
+    load_eagle3,
+    load_heads,
+    load_tokenizer,
+)
 
-Weights = Literal["heads", "draft", "dspark draft", "heads or draft", "draft and tokenizer"]
+Weights = Literal["heads", "draft", "dspark draft", "eagle3 draft", "heads or draft", "draft and tokenizer"]
 
 
 class ForeignDraft(NamedTuple):
@@ -40,7 +51,7 @@ class ForeignDraft(NamedTuple):
     target_tokenizer: PreTrainedTokenizerBase
 
 
-LoadedWeights = MedusaHeads | CausalLM | DSparkDraft | ForeignDraft | None
+LoadedWeights = MedusaHeads | CausalLM | DSparkDraft | Eagle3Draft | ForeignDraft | None
 
 
 @dataclass(frozen=True)
@@ -79,7 +90,7 @@ def _hybrid(first: Entry | None = None) -> Entry:
 
     options = {"of": one_of(*_FIRSTS), **joined, **(first.options if first else {})}
     options |= {_PREFIX + name: option for name, option in of_lookup.items()}
-    summary = "heads, draft, draft-tree or dspark (of=NAME, with its options) and a lookup in one tree"
+    summary = "heads, a draft, dspark or eagle3 (of=NAME, with its options) and a lookup in one tree"
     return Entry(summary, first.weights or "draft" if first else "heads or draft", options, make)
 
 
@@ -92,6 +103,8 @@ _FIRSTS = {
     "draft": _entry("a chain from a small model with the target's tokenizer", "draft", DraftModelDrafter),
     "draft-tree": _entry("a tree from such a small model, grown at its likeliest tokens", "draft", DraftTreeDrafter),
     "dspark": _entry("a chain or tree in one pass, from the target's own states", "dspark draft", DSparkDrafter),
+    "eagle3": _entry("a chain or tree that continues from the target's own states", "eagle3 draft", Eagle3Drafter),
+    "eagle3-tree": _entry("a tree from such a draft, grown at its likeliest tokens", "eagle3 draft", Eagle3TreeDrafter),
 }
 REGISTRY: Mapping[str, Entry] = {
     **_FIRSTS,
@@ -116,7 +129,8 @@ def parse_drafter(text: str, **options: Any) -> DrafterSpec:
 
     Raises UserError, in one sentence, for an item that is misspelt, missing or out of range. The weights are not read,
     but a PATH without a name is looked up, on the Hub if it is not a folder. It means a ``hybrid`` of ``heads`` for
-    heads, ``dspark`` for a DSpark draft, ``draft-tree`` if an option belongs to the tree, else ``draft``.
+    heads, ``dspark`` for a DSpark draft, ``eagle3`` for an EAGLE-3 draft, else ``draft``. ``eagle3-tree`` and
+    ``draft-tree`` are meant if an option belongs to the tree.
     """
     name, path, given = split_spec(text, tuple(REGISTRY))
     given = {**given, **options}
@@ -158,6 +172,8 @@ def _recognised(path: str | None, options: Mapping[str, Any]) -> str:
         return "heads"
     if dspark_folder(folder) is not None:
         return "dspark"
+    if eagle3_folder(folder) is not None:
+        return "eagle3-tree" if options.keys() & {"depth", "width", "nodes"} else "eagle3"
     return "draft-tree" if options.keys() & _FIRSTS["draft-tree"].options.keys() else "draft"
 
 
@@ -192,6 +208,8 @@ class DrafterLoader:
             return load_heads(path, self._target)
         if weights == "dspark draft":
             return load_dspark(path, self._target)
+        if weights == "eagle3 draft":
+            return load_eagle3(path, self._target)
         if isinstance(self._tokenizer, str):
             self._tokenizer = load_tokenizer(self._tokenizer, self._trusted)
         if weights == "draft":

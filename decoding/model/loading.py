@@ -31,6 +31,8 @@ from decoding.model.architecture import is_spread, places_of, why_not_static
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft, check_ends
 from decoding.model.dspark_config import is_dspark_folder, read_dspark_config
+from decoding.model.eagle3 import Eagle3Draft, check_embedding
+from decoding.model.eagle3_config import is_eagle3_folder, read_eagle3_config
 from decoding.model.folder import adapted_model, check_model_folder, quantisation
 from decoding.model.heads import FORMAT, MedusaHeads, read_config
 from decoding.model.hub import local_folder
@@ -286,6 +288,8 @@ def load_draft(
     """
     if dspark_folder(name) is not None:
         raise UserError(f"{name} is a DSpark draft, not a draft model: give it as dspark:{name}")
+    if eagle3_folder(name) is not None:
+        raise UserError(f"{name} is an EAGLE-3 draft, not a draft model: give it as eagle3:{name}")
     draft = load_model(name, target.dtype, target.device, trust_remote_code)
     wider = "a dtype of a wider range, such as bf16, or " if target.dtype == torch.float16 else ""
     parameters, remedy = dict(draft.named_parameters()), f"give {wider}an earlier checkpoint of it"
@@ -318,6 +322,28 @@ def load_dspark(name: str | Path, target: CausalLM) -> DSparkDraft:
     read_dspark_config(folder).check_fits(target)
     check_ends(folder, target)
     return DSparkDraft.from_pretrained(folder, target.dtype, target.device)
+
+
+def eagle3_folder(name: str | Path) -> Path | None:
+    """Return the folder of an EAGLE-3 draft, or None for any other model; for a Hub id the config is fetched."""
+    folder = local_folder(name, weights=False)
+    return folder if is_eagle3_folder(folder) else None
+
+
+def load_eagle3(name: str | Path, target: CausalLM) -> Eagle3Draft:
+    """Load an EAGLE-3 draft, in the target's dtype and on its device; check sizes before weights.
+
+    Its config names the target's layers, also the default ones. Raises UserError if its embedding differs from the
+    target's.
+    """
+    folder = local_folder(name)
+    if not is_eagle3_folder(folder):
+        raise UserError(f"{name} does not contain an EAGLE-3 draft: give draft:{name} for an ordinary draft")
+    config = read_eagle3_config(folder).for_target(target)
+    check_embedding(folder, target)
+    draft = Eagle3Draft.from_pretrained(folder, target.dtype, target.device)
+    draft.config = config
+    return draft
 
 
 def is_heads_folder(folder: str | Path) -> bool:

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from tiny_dspark import tiny_dflash, tiny_dspark
+from tiny_eagle3 import tiny_eagle3
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.loading import load_dspark, load_heads
+from decoding.model.loading import load_dspark, load_eagle3, load_heads
 from trainer.export.exporter import export
 
 MUTATIONS = 60
@@ -67,10 +68,15 @@ def write_draft(folder: Path, vocab: int = 128) -> None:
     byte_tokenizer().save_pretrained(folder)
 
 
+LINEAR = {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}
 CASES: dict[str, tuple[Callable[[Path], None], Callable[[Path, CausalLM], Any]]] = {
     "heads": (write_heads, load_heads),
     "DSpark": (lambda folder: tiny_dspark(target(), tree=((0,), (1,), (0, 0))).save_pretrained(folder), load_dspark),
     "DFlash": (lambda folder: tiny_dflash(target()).save_pretrained(folder), load_dspark),
+    "EAGLE-3": (
+        lambda folder: tiny_eagle3(target(), (0, 2, 3), rope_parameters=LINEAR).save_pretrained(folder),
+        load_eagle3,
+    ),
     "export": (write_draft, lambda folder, _: export(folder, folder.parent / f"out-{folder.name}", "draft")),
 }
 

@@ -10,6 +10,7 @@ from itertools import islice
 import pytest
 import torch
 from tiny_dspark import tiny_dflash, tiny_dspark
+from tiny_eagle3 import tiny_eagle3
 from tiny_models import tiny_model
 from two_devices import counting, moved, two_devices
 
@@ -18,6 +19,8 @@ from decoding.drafters import (
     Drafter,
     DraftModelDrafter,
     DSparkDrafter,
+    Eagle3Drafter,
+    Eagle3TreeDrafter,
     LookaheadDrafter,
     MedusaDrafter,
     PromptLookupDrafter,
@@ -44,6 +47,10 @@ STEPS: dict[str, tuple[int, int]] = {
     "dspark tree": (1, 2),
     "deterministic dspark tree": (1, 1),
     "dflash": (1, 1),
+    "eagle3": (1, 1),
+    "deterministic eagle3 tree": (1, 1),
+    "eagle3 tree": (1, 2),
+    "eagle3 best tree": (4, 4),
     "lookup": (1, 1),
     "lookahead": (2, 2),  # the window's predictions for all rows
     "cascade": (5, 5),  # one for each token of the chain, as this small draft is hardly ever right
@@ -86,6 +93,12 @@ def drafter(name: str, target: CausalLM, device: torch.device) -> Drafter | None
         block = tiny_dflash(target) if name == "dflash" else tiny_dspark(target)
         moved(block, device)
         return DSparkDrafter(block, tree=TREE if "tree" in name else None, sampled=drawn)
+    if "eagle3" in name:
+        own = tiny_eagle3(target)
+        moved(own, device)
+        if "best" in name:
+            return Eagle3TreeDrafter(own, depth=3, width=2, nodes=7)
+        return Eagle3Drafter(own, 3) if name == "eagle3" else Eagle3Drafter(own, tree=TREE, sampled=drawn)
     if name == "draft tree":
         return DraftTreeDrafter(draft(device), depth=3, width=2, nodes=7)
     return DraftModelDrafter(draft(device), 3, drawn)

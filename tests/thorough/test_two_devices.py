@@ -12,11 +12,19 @@ from accelerate.state import AcceleratorState
 from rich.console import Console
 from test_drafters import random_heads
 from tiny_dspark import tiny_dspark
+from tiny_eagle3 import tiny_eagle3
 from tiny_models import tiny_model
 from tiny_training import recipe_content, write_corpus, write_target
 from two_devices import MixedDevicesError, moved, spread, two_devices
 
-from decoding.drafters import Drafter, DraftModelDrafter, DSparkDrafter, MedusaDrafter, PromptLookupDrafter
+from decoding.drafters import (
+    Drafter,
+    DraftModelDrafter,
+    DSparkDrafter,
+    Eagle3Drafter,
+    MedusaDrafter,
+    PromptLookupDrafter,
+)
 from decoding.drafters.draft_tree import DraftTreeDrafter
 from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
@@ -105,12 +113,15 @@ def test_a_spread_target_writes_the_texts_of_a_whole_one(devices: Devices, name:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
-def test_a_dspark_draft_reads_layers_of_both_devices(devices: Devices, sampling: SamplingConfig) -> None:
+@pytest.mark.parametrize(("drafter_of", "tiny"), [(DSparkDrafter, tiny_dspark), (Eagle3Drafter, tiny_eagle3)])
+def test_a_draft_reads_layers_of_both_devices(
+    devices: Devices, sampling: SamplingConfig, drafter_of: Any, tiny: Any
+) -> None:
     whole = CausalLM(tiny_model("llama", num_hidden_layers=4))
-    target, draft = CausalLM(spread(tiny_model("llama", num_hidden_layers=4), devices)), tiny_dspark(whole)
-    expected = texts_of(whole, DSparkDrafter(draft), sampling)
+    target, draft = CausalLM(spread(tiny_model("llama", num_hidden_layers=4), devices)), tiny(whole)
+    expected = texts_of(whole, drafter_of(draft), sampling)
     moved(draft, target.device)
-    assert texts_of(target, DSparkDrafter(draft), sampling) == expected
+    assert texts_of(target, drafter_of(draft), sampling) == expected
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt2", "falcon"])

@@ -20,6 +20,7 @@ from decoding.measure.proof.reference import EngineText, Reference
 from decoding.model.architecture import abilities, why_no_chains
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import read_described
+from decoding.model.eagle3 import read_described as read_eagle3
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.folder import adapted_model, check_model_folder, quantisation
 from decoding.model.gguf_file import source_of
@@ -199,9 +200,10 @@ def check_drafter(spec: DrafterSpec, target: Skeleton, trusted: bool = False) ->
     if weights is None or spec.path is None:
         return DrafterCheck([ok("weights", f"{spec.name} needs no weights: it drafts from the text, for any target")])
     folder = local_folder(spec.path, weights=False)
-    if weights in ("heads", "dspark draft"):
+    if weights in ("heads", "dspark draft", "eagle3 draft"):
         bytes_of: list[int] = []
-        compare, name = (_heads, "heads") if weights == "heads" else (_dspark, "draft")
+        compare = {"heads": _heads, "dspark draft": _dspark}.get(weights, _eagle3)
+        name = "heads" if weights == "heads" else "draft"
         findings = [attempt(name, lambda: compare(str(spec.path), folder, target, bytes_of), _TRAINED_ON_IT)]
         if all_pass(findings):
             findings.append(attempt("origin", lambda: _origin(folder, target, trusted, True), _TRAINED_ON_IT))
@@ -244,6 +246,18 @@ def _dspark(name: str, folder: Path, target: Skeleton, bytes_of: list[int]) -> F
     bytes_of.append(sum(prod(tensor.shape) for tensor in header.values()) * target.model.dtype.itemsize)
     taps = ", ".join(map(str, config.target_layer_ids))
     return ok("draft", f"{config.block_size} tokens per forward, from the target's states after layers {taps}")
+
+
+def _eagle3(name: str, folder: Path, target: Skeleton, bytes_of: list[int]) -> Finding:
+    if (missing := _not_fetched(name, folder)) is not None:
+        return missing
+    config, header = read_eagle3(folder)
+    config = config.for_target(target.model)
+    bytes_of.append(sum(prod(tensor.shape) for tensor in header.values()) * target.model.dtype.itemsize)
+    taps, tokens = ", ".join(map(str, config.target_layer_ids)), config.draft_vocab_size
+    return ok(
+        "draft", f"EAGLE-3 for {tokens} of {config.vocab_size} tokens, from the target's states after layers {taps}"
+    )
 
 
 def _origin(folder: Path, target: Skeleton, trusted: bool, reads_target: bool) -> Finding:

@@ -1,0 +1,316 @@
+"""An EAGLE-3 draft as a drafter of chains and trees: one pass of a single layer for each depth (2503.01840)."""
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from decoding.drafters.base import Drafter, DraftRequest, RowsSession, TextRows, TextStart
+from decoding.drafters.draft_tree import DraftTreeDrafter, DraftTreeSession
+from decoding.drafters.growth import ChildLogits, Cut, Growth, StaticTree
+from decoding.errors import UserError
+from decoding.model.causal_lm import CausalLM
+from decoding.model.eagle3 import Eagle3Draft
+from decoding.model.forward import unscaled_embeddings
+from decoding.model.vocabulary import over_vocabulary
+from decoding.policies import Budget
+from decoding.rules.sampling import SamplingConfig
+from decoding.rules.tree import Proposal, ProposalKind, TokenTree, TreeShape
+
+_FEW = 16
+"""Most new slots of a text that run together with other texts' new slots, padded to the same number."""
+
+
+class Eagle3Drafter(Drafter):
+    """Drafter of a chain or a tree with an EAGLE-3 draft.
+
+    ``tree``: paths of ranks among the best tokens after each node. ``tokens``: the length of a chain, 4 without either.
+
+    ``sampled``: above temperature 0 each token is drawn from q after its path, siblings without replacement. False
+    takes the likeliest tokens, as at temperature 0.
+    """
+
+    name = "eagle3"
+    artefact = "draft"
+
+    def __init__(
+        self,
+        draft: Eagle3Draft,
+        tokens: int | None = None,
+        tree: Sequence[Sequence[int]] | None = None,
+        sampled: bool = True,
+    ) -> None:
+        if tree is not None and tokens is not None:
+            raise UserError("tree and tokens are both given: give one of them")
+        if tokens is not None and tokens < 1:
+            raise UserError(f"tokens is {tokens}: give at least 1")
+        shape = StaticTree.chain(tokens or 4) if tree is None else StaticTree(tree)
+        if shape.ranks > (outputs := draft.config.draft_vocab_size):
+            raise UserError(f"the tree has {shape.ranks} ranks, but the draft writes {outputs} tokens: give fewer")
+        self.draft = draft
+        self.growth = Growth(shape, sampled)
+        self.budgets = shape.budgets
+        self.taps = draft.config.target_layer_ids
+        size = f"{shape.max_depth} {'tokens' if sampled else 'likeliest tokens'}"
+        if tree is not None:
+            size = f"{'' if sampled else 'deterministic '}tree of {self.max_nodes - 1}"
+        self.label_with_size = f"{self.name}, {size}"
+        self.rough_cost = 0.03 * shape.max_depth
+
+    def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
+        return frozenset({self.growth.kind(sampling)})
+
+    @property
+    def chains(self) -> tuple[Budget, ...]:
+        return self.growth.tree.chains
+
+    def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "Eagle3Session":
+        return Eagle3Session(self.growth, Eagle3State(self.draft, target, sampling, rows, max_length, self.max_nodes))
+
+
+class Eagle3TreeDrafter(DraftTreeDrafter):
+    """Drafter of the ``nodes`` likeliest nodes (root included) that a beam of an EAGLE-3 draft finds."""
+
+    name = "eagle3 tree"
+
+    def __init__(self, draft: Eagle3Draft, depth: int = 5, width: int = 4, nodes: int = 24) -> None:
+        super().__init__(draft, depth, width, nodes)  # type: ignore[arg-type]  # kept, and read by `open` below only
+        if width > (outputs := draft.config.draft_vocab_size):
+            raise UserError(f"width is {width}, but the draft writes {outputs} tokens: give at most {outputs}")
+        self._eagle3 = draft
+        self.taps = draft.config.target_layer_ids
+        self.label_with_size = f"eagle3, best tree of {self.max_nodes - 1}"
+        self.rough_cost = 0.03 * depth
+
+    def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "Eagle3TreeSession":
+        most = 1 + self.width * self.depth
+        return Eagle3TreeSession(self, Eagle3State(self._eagle3, target, sampling, rows, max_length, most), sampling)
+
+
+class _Level(NamedTuple):
+    """Nodes that run together after the texts of a batch: those of one depth, in all trees, padded to one number."""
+
+    depth: int
+    nodes: Int[Tensor, "rows width"]
+    """Each node's number in its tree; padding has a number that no tree has."""
+    parents: Int[Tensor, "rows width"]
+    visible: Bool[Tensor, "rows width drafted"]
+    """The drafted slots to which each node attends, by node number from 1: its own and its ancestors'."""
+    flat: Int[Tensor, " some"]
+    """Places of the nodes among rows x width, without padding, row by row."""
+    sees_all: bool
+    """True if every node attends to all slots of a text and of its tree."""
+
+
+def _level(shapes: Sequence[TreeShape], first: Sequence[int], device: torch.device) -> _Level:
+    """Describe the level of the nodes from ``first[row]`` on, the last ones of each tree."""
+    counts = [len(shape) - begin for shape, begin in zip(shapes, first, strict=True)]
+    width = max(counts)
+    last = max(map(len, shapes)) - (min(counts) == width)  # one more place for padding, if there is any
+    nodes, parents = torch.full((len(shapes), width), last), torch.zeros(len(shapes), width, dtype=torch.long)
+    visible = torch.zeros(len(shapes), width, last, dtype=torch.bool)
+    for row, (shape, begin, count) in enumerate(zip(shapes, first, counts, strict=True)):
+        nodes[row, :count] = torch.arange(begin, len(shape))
+        parents[row, :count] = torch.tensor(shape.parents[begin:])
+        visible[row, :count, : len(shape) - 1] = shape.ancestor_mask[begin:, 1:]
+        visible[row, count:, -1] = True
+    flat = torch.tensor([row * width + place for row, count in enumerate(counts) for place in range(count)])
+    depth = max(shape.max_depth for shape in shapes)
+    sees_all = bool(visible.all())
+    nodes, parents, visible, flat = (part.to(device, non_blocking=True) for part in (nodes, parents, visible, flat))
+    return _Level(depth, nodes, parents, visible, flat, sees_all)
+
+
+@lru_cache(maxsize=256)
+def _static_level(cuts: tuple[Cut, ...], depth: int, device: torch.device) -> _Level:
+    """Describe the level of the nodes at ``depth`` of trees of known shapes; nodes without children do not run."""
+    inner = [[node for node in shape.inner if shape.depths[node] <= depth] or [0] for shape, _ in cuts]
+    first = [sum(shape.depths[node] < depth for node in nodes) for (shape, _), nodes in zip(cuts, inner, strict=True)]
+    return _level([shape.keep(nodes) for (shape, _), nodes in zip(cuts, inner, strict=True)], first, device)
+
+
+class Eagle3State:
+    """Keys, values and states of a draft on a batch, with the `TextRows` of its rows.
+
+    A row's text of n tokens has n - 1 slots. The slots of drafted nodes come after them, made from the draft's own
+    states; the slots of accepted tokens, made from the target's states, are written over them.
+    """
+
+    def __init__(
+        self, draft: Eagle3Draft, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int, max_nodes: int
+    ) -> None:
+        """``max_nodes``: most nodes of a tree that run, with the root."""
+        draft.config.for_target(target)
+        self.draft, self._target = draft, target
+        self.rows = TextRows(sampling, target.vocab_size, target.device)
+        config, weight = draft.config, draft.fc.weight
+        shape = (rows, config.num_key_value_heads, max_length + max(max_nodes, _FEW), config.head_dim)
+        self._keys, self._values = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
+        self._states = weight.new_zeros(rows, max_nodes + 1, config.hidden_size)
+        """States of each row's nodes that ran; the root's is that of the text's last slot, zero without a slot."""
+        self._lengths = [0] * rows
+        """Slots of each row's text."""
+        self._unread: dict[int, list[Tensor]] = {}
+        """The target's states at each row's tokens that the draft has yet to read."""
+
+    @cached_property
+    def output_tokens(self) -> Int[Tensor, " outputs"]:
+        """`Eagle3Draft.output_tokens`, computed once."""
+        return self.draft.output_tokens
+
+    def admit(self, slot: int, start: TextStart) -> None:
+        self.rows.admit(slot, start)
+        self._states[slot, 0] = 0
+        self._lengths[slot] = 0
+        self._unread[slot] = []
+
+    def move(self, slot: int, to: int) -> None:
+        self.rows.move(slot, to)
+        length = self._lengths[to] = self._lengths[slot]
+        for buffer in (self._keys, self._values):
+            buffer[to, :, :length] = buffer[slot, :, :length]
+        self._states[to, 0] = self._states[slot, 0]
+        self._unread[to] = self._unread.pop(slot)
+
+    def receive(self, requests: Sequence[DraftRequest]) -> None:
+        """Keep the target's states at new tokens."""
+        for slot, request in enumerate(requests):
+            if request.states is not None and len(request.states):
+                self._unread[slot].append(request.states.to(self.draft.fc.weight))
+
+    def read(self, texts: Sequence[Sequence[int]]) -> Float[Tensor, "rows outputs"]:
+        """Run the new slots of each text; return the logits after its last token, over the draft's outputs."""
+        empty = self.draft.fc.weight.new_zeros(0, self.draft.fc.in_features)
+        unread = [self._unread[slot] or [empty] for slot in range(len(texts))]
+        states = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in unread]
+        self._unread.update({slot: [] for slot in range(len(texts))})
+        for slot, text in enumerate(texts):
+            if len(states[slot]) > _FEW:
+                self._append(slot, [text], [states[slot]])
+                states[slot] = empty
+        self._append(0, texts, states)
+        return self.draft.logits(self._states[: len(texts), 0])
+
+    def _append(self, first: int, texts: Sequence[Sequence[int]], states: Sequence[Tensor]) -> None:
+        """Add slots of the target's states at the next tokens of the rows from ``first`` on."""
+        counts, device = list(map(len, states)), self.draft.device
+        if not (width := max(counts)):
+            return
+        begins = self._lengths[first : first + len(texts)]
+        new = [
+            list(text[begin + 1 : begin + 1 + count]) for text, begin, count in zip(texts, begins, counts, strict=True)
+        ]
+        tokens = torch.tensor([[*own, *[0] * (width - len(own))] for own in new]).to(device, non_blocking=True)
+        positions = torch.tensor(begins).to(device, non_blocking=True)[:, None] + torch.arange(width, device=device)
+        visible, keys = None, max(begins) + width
+        if any(begins) and (width > 1 or len(set(begins)) > 1):
+            visible = torch.arange(keys, device=device) <= positions[..., None]
+        read = states[0][None] if len(states) == 1 else pad_sequence(list(states), batch_first=True)
+        fused = self.draft.fused(read)
+        ran = self._run(first, tokens, fused, positions, positions, visible, keys)
+        grown = [row for row, count in enumerate(counts) if count]
+        index, ends = torch.tensor([(row, counts[row] - 1) for row in grown]).to(device, non_blocking=True).T
+        self._states[first + index, 0] = ran[index, ends]
+        self._lengths[first : first + len(texts)] = [begin + count for begin, count in zip(begins, counts, strict=True)]
+
+    def run(self, level: _Level, tokens: Int[Tensor, " some"]) -> Float[Tensor, "some outputs"]:
+        """Run a level's nodes with these tokens; return the logits of their children, over the draft's outputs."""
+        (rows, width, drafted), device = level.visible.shape, self.draft.device
+        padded = tokens.new_zeros(rows * width).index_copy_(0, level.flat, tokens).view(rows, width)
+        index = torch.arange(rows, device=device)[:, None]
+        begins = torch.tensor(self._lengths[:rows]).to(device, non_blocking=True)[:, None]
+        keys, visible = max(self._lengths[:rows]) + drafted, None
+        if not level.sees_all or len(set(self._lengths[:rows])) > 1:
+            of_text = (torch.arange(keys, device=device) < begins)[:, None].expand(rows, width, keys)
+            places = (begins + torch.arange(drafted, device=device))[:, None].expand(rows, width, drafted)
+            visible = of_text.scatter(2, places, level.visible)
+        states = self.draft.recycled(self._states[index, level.parents])
+        positions = (begins + (level.depth - 1)).expand(rows, width)
+        ran = self._run(0, padded, states, positions, begins + level.nodes - 1, visible, keys)
+        self._states[index, level.nodes] = ran
+        return self.draft.logits(ran.flatten(0, 1)[level.flat])
+
+    def _run(
+        self,
+        first: int,
+        tokens: Int[Tensor, "rows width"],
+        states: Float[Tensor, "rows width hidden"],
+        positions: Int[Tensor, "rows width"],
+        places: Int[Tensor, "rows width"],
+        visible: Bool[Tensor, "rows width keys"] | None,
+        keys: int,
+    ) -> Float[Tensor, "rows width hidden"]:
+        """Run slots of the rows from ``first`` on, which are kept at ``places``; return their states."""
+        here = slice(first, first + len(tokens))
+        index = torch.arange(here.start, here.stop, device=tokens.device)[:, None]
+
+        def held(*fresh: Tensor) -> tuple[Tensor, Tensor]:
+            for buffer, block in zip((self._keys, self._values), fresh, strict=True):
+                buffer[index, :, places] = block.transpose(1, 2)
+            return self._keys[here, :, :keys], self._values[here, :, :keys]
+
+        embedded = unscaled_embeddings(self._target.model, tokens)
+        mask = None if visible is None else visible[:, None]
+        ran: Tensor = self.draft(embedded, states, positions, held, mask)
+        return ran
+
+    # What the session of a best-first tree calls.
+
+    def catch_up(self, texts: Sequence[Sequence[int]]) -> Float[Tensor, "rows vocab"]:
+        """Return the logits of `read` over the target's vocabulary."""
+        return over_vocabulary(self.read(texts), self.output_tokens, self._target.vocab_size)
+
+    def run_level(self, trees: Sequence[TokenTree], first: Sequence[int]) -> list[Tensor]:
+        """Run each tree's nodes from ``first`` on; return their logits, (nodes, vocab) for each row."""
+        news = [tree.token_list[begin:] for tree, begin in zip(trees, first, strict=True)]
+        device = self.draft.device
+        tokens = torch.tensor([token for new in news for token in new]).to(device, non_blocking=True)
+        logits = self.run(_level([tree.shape for tree in trees], first, device), tokens)
+        whole = over_vocabulary(logits, self.output_tokens, self._target.vocab_size)
+        return list(whole.split(list(map(len, news))))
+
+    def remember(self, trees: Sequence[TokenTree], run: Sequence[int]) -> None:
+        """Do nothing: slots of drafted nodes are never kept."""
+
+
+class Eagle3Session(RowsSession):
+    """A session of a draft on a batch: one pass for the new slots of the texts, and one for each further depth."""
+
+    def __init__(self, growth: Growth, state: Eagle3State) -> None:
+        super().__init__(state)
+        self._growth, self._state = growth, state
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        state, device = self._state, self._state.draft.device
+        state.receive(requests)
+        cuts = tuple(self._growth.tree.cut(request) for request in requests)
+        if not any(shape.max_depth for shape, _ in cuts):
+            return [Proposal.root_only(request.tokens[-1], device) for request in requests]
+        root = state.read([request.tokens for request in requests])
+
+        def after(depth: int, rows: Tensor, tokens: Tensor) -> ChildLogits:
+            if depth == 0:
+                return ChildLogits(root, rows, state.output_tokens.expand_as(root))
+            logits = state.run(_static_level(cuts, depth, device), tokens)
+            own = torch.arange(len(logits), device=device)
+            return ChildLogits(logits, own, state.output_tokens.expand_as(logits))
+
+        return self._growth.propose(requests, after, state.rows)
+
+
+class Eagle3TreeSession(DraftTreeSession):
+    """A session of a best-first tree with a draft that also reads the target's states."""
+
+    def __init__(self, drafter: Eagle3TreeDrafter, state: Eagle3State, sampling: SamplingConfig) -> None:
+        super().__init__(drafter, state, sampling)  # type: ignore[arg-type]  # it has what the session calls
+        self._eagle3 = state
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        self._eagle3.receive(requests)
+        return super().propose(requests)

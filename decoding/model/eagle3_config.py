@@ -1,0 +1,243 @@
+"""Configs of EAGLE-3 drafts: the flat ``config.json`` of EAGLE, SpecForge and ModelOpt, and speculators' nested form.
+
+Files number taps by the layer that a state enters: tap k is the state after layer k - 1 (from 0).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from decoding.errors import UserError
+from decoding.model.causal_lm import CausalLM
+from decoding.model.stored import CONFIG_NAME, check_whole, read_object
+
+_ARCHITECTURE = "LlamaForCausalLMEagle3"
+_LLAMAS = (_ARCHITECTURE, "Eagle3LlamaForCausalLM")
+_TAKEN: dict[str, tuple[Any, ...]] = {
+    "num_hidden_layers": (None, 1),
+    "hidden_act": (None, "silu"),
+    "attention_bias": (None, False),
+    "mlp_bias": (None, False),
+    "partial_rotary_factor": (None, 1),
+}
+"""Settings that change the computation, with the values supported here."""
+_ROTARY = ("default", "linear", "llama3", "yarn")
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_DEFAULT_TAPS = 3
+_WIDEST = 1 << 16  # an attention head
+REMEDY = "give an EAGLE-3 draft of one Llama layer, as headstart, EAGLE, SpecForge, ModelOpt or speculators write it"
+_THIS_TARGET = "give a draft trained on this target"
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Sizes and flags of a draft, mostly named as in ``config.json``; raises UserError for sizes that do not fit.
+
+    ``hidden_size`` and ``vocab_size`` are the target's. ``draft_vocab_size``: the number of tokens that the draft
+    writes. ``target_layer_ids``: the target's layers (from 0) after which states are read; empty for the three default
+    layers, which depend on the target's depth.
+
+    ``norm_before_residual``: the residual stream starts from the normed state. ``norm_before_fc``: one norm over all
+    taps. ``fc_norm``: one norm per tap. ``norm_output``: the next step reads the state after the final norm.
+    """
+
+    hidden_act: ClassVar[str] = "silu"
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    target_layer_ids: tuple[int, ...] = ()
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 2048
+    rope_parameters: Mapping[str, Any] = field(default_factory=lambda: {"rope_theta": 1e4, "rope_type": "default"})
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if each.type is int:
+                check_whole(each.name, getattr(self, each.name))
+        for name in _FLAGS:
+            if type(value := getattr(self, name)) is not bool:
+                raise UserError(f"{name} is {value!r}: give true or false")
+        taps = tuple(self.target_layer_ids)
+        for tap in taps:
+            check_whole("an entry of target_layer_ids", tap, 0)
+        if list(taps) != sorted(set(taps)):
+            raise UserError(f"target_layer_ids is {list(taps)}: give increasing layers")
+        heads, of_keys = self.num_attention_heads, self.num_key_value_heads
+        if heads % of_keys or self.head_dim % 2 or self.head_dim > _WIDEST:
+            raise UserError(f"it has {heads} heads of {self.head_dim} with {of_keys} key heads: give sizes that fit")
+        if self.draft_vocab_size > self.vocab_size:
+            raise UserError(f"draft_vocab_size is {self.draft_vocab_size}: give at most the {self.vocab_size} tokens")
+        if type(self.rms_norm_eps) is not float or not 0 <= self.rms_norm_eps < 1:
+            raise UserError(f"rms_norm_eps is {self.rms_norm_eps!r}: give a number from 0 to 1")
+        if self.norm_before_fc and self.fc_norm:
+            raise UserError("norm_before_fc and fc_norm are both true: give one of them")
+        object.__setattr__(self, "target_layer_ids", taps)
+
+    @property
+    def taps(self) -> int:
+        """The number of the target's layers whose states are read."""
+        return len(self.target_layer_ids) or _DEFAULT_TAPS
+
+    def frequencies(self) -> tuple[torch.Tensor, float]:
+        """Return the rotary embedding's frequencies, (head_dim / 2,) in fp32, and the factor of cosine and sine."""
+        rotary = LlamaRotaryEmbedding(
+            LlamaConfig(
+                hidden_size=self.num_attention_heads * self.head_dim,
+                num_attention_heads=self.num_attention_heads,
+                head_dim=self.head_dim,
+                max_position_embeddings=self.max_position_embeddings,
+                rope_parameters=dict(self.rope_parameters),
+            )
+        )
+        return rotary.inv_freq, rotary.attention_scaling
+
+    def for_target(self, target: CausalLM) -> "Eagle3Config":
+        """Return the config with the target's default layers filled in; UserError if it does not fit the target."""
+        width = target.model.config.get_text_config(decoder=True).hidden_size
+        embedding: Any = target.model.get_input_embeddings()
+        sizes = {"hidden_size": {width, embedding.weight.shape[1]}, "vocab_size": {target.vocab_size}}
+        for name, size in ((name, size) for name, found in sizes.items() for size in found):
+            if getattr(self, name) != size:
+                raise UserError(
+                    f"this draft needs a target whose {name} is {getattr(self, name)}, not {size}: {_THIS_TARGET}"
+                )
+        filled = self if self.target_layer_ids else replace(self, target_layer_ids=default_layers(target.num_layers))
+        if (last := filled.target_layer_ids[-1]) > (most := target.num_layers - 2):
+            raise UserError(f"this draft reads layer {last}, but only 0 to {most} can be read: {_THIS_TARGET}")
+        return filled
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of a flat ``config.json``: flags and layers are written only if they differ from defaults.
+
+        vLLM, SGLang and llama.cpp agree on drafts without flags that read the default layers.
+        """
+        own = asdict(self)
+        layers = own.pop("target_layer_ids")
+        rope = own["rope_parameters"] = dict(self.rope_parameters)
+        for name in _FLAGS:
+            if not own[name]:
+                del own[name]
+        if layers and not _is_default(layers):
+            own["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in layers]
+            own["num_aux_hidden_states"] = len(layers)
+        if rope["rope_type"] != "default":  # for readers of transformers 4's keys, as rope_theta
+            own["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+        return {
+            "architectures": [_ARCHITECTURE],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            **own,
+            "rope_theta": rope["rope_theta"],
+            "hidden_act": self.hidden_act,
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+        }
+
+
+def default_layers(count: int) -> tuple[int, ...]:
+    """Return the layers (from 0) of a target of ``count`` layers after which drafts read states by default."""
+    layers = (1, count // 2 - 1, count - 4)
+    if list(layers) != sorted(set(layers)):
+        raise UserError(
+            f"this draft reads the default layers, but a target of {count} layers has too few for them: name the "
+            "layers in eagle_aux_hidden_state_layer_ids, or give a target of at least 7"
+        )
+    return layers
+
+
+def _is_default(layers: Sequence[int]) -> bool:
+    """Return True if these layers are the default ones of some target."""
+    last = layers[-1]
+    return tuple(layers) == (1, (last + 4) // 2 - 1, last)
+
+
+def is_eagle3_folder(folder: Path) -> bool:
+    """Return True if a folder's config describes an EAGLE-3 draft."""
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        return False
+    stored = read_object(path, REMEDY)
+    names = stored.get("architectures")
+    named = isinstance(names, list) and len(names) == 1 and "eagle3" in str(names[0]).lower()
+    return named or stored.get("speculators_model_type") == "eagle3"
+
+
+def read_eagle3_config(folder: Path) -> Eagle3Config:
+    """Read a draft's ``config.json``; raise UserError if a size is missing or a setting is not supported."""
+    path = folder / CONFIG_NAME
+    stored = read_object(path, REMEDY)
+    try:
+        config = _config_of(stored)
+        if not config.frequencies()[0].isfinite().all():
+            raise UserError(f"rope_parameters is {config.rope_parameters}, which gives no finite angles")
+        return config
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, StrictDataclassError) as error:
+        told = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise UserError(f"{path} does not describe an EAGLE-3 draft ({told}): {REMEDY}") from error
+
+
+def _config_of(stored: Mapping[str, Any]) -> Eagle3Config:
+    nested = stored.get("transformer_layer_config")
+    flat: dict[str, Any] = {**(nested or {}), **stored}
+    own: Mapping[str, Any] = flat.get("eagle_config") or {}
+    rope = {**(flat.get("rope_parameters") or flat.get("rope_scaling") or {})}
+    rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
+    rope = {"rope_theta": flat.get("rope_theta", 10_000.0), **rope}
+    for key, values in _TAKEN.items():
+        for found in (flat.get(key), rope.pop(key, None)):
+            if found not in values:
+                raise UserError(f"{key} is {found}")
+    style = nested.get("model_type", "llama") if nested else (flat.get("architectures") or [None])[0]
+    width, of_target = flat["hidden_size"], flat.get("target_hidden_size")
+    windows = flat.get("layer_types") or (["sliding_attention"] if flat.get("use_sliding_window") else [])
+    refused = {
+        f"its layer is not Llama's but of {style}": style not in ("llama", *_LLAMAS),
+        "its layer attends to a window": bool(set(windows) - {"full_attention"}),
+        f"its rotary embeddings are {rope['rope_type']}": rope["rope_type"] not in _ROTARY,
+        f"it is {width} wide for a target {of_target} wide": of_target not in (None, width),
+        "it reads no states between the target's layers": own.get("use_aux_hidden_state") is False,
+        "norm_before_residual is missing, for which servers have different defaults: add it": nested is not None
+        and "norm_before_residual" not in flat,
+    }
+    for problem in (problem for problem, found in refused.items() if found):
+        raise UserError(problem)
+    known = {each.name: flat[each.name] for each in fields(Eagle3Config) if flat.get(each.name) is not None}
+    known["norm_before_fc"] = flat.get("norm_before_fc") or own.get("norm_before_fc") or False
+    config = Eagle3Config(
+        **{
+            "num_key_value_heads": flat["num_attention_heads"],
+            "head_dim": flat["hidden_size"] // flat["num_attention_heads"],
+            "draft_vocab_size": flat["vocab_size"],
+            **known,
+            "target_layer_ids": _layers(flat, own),
+            "rope_parameters": rope,
+        }
+    )
+    if (count := flat.get("num_aux_hidden_states") or config.taps) != config.taps:
+        raise UserError(f"num_aux_hidden_states is {count}, but it names {config.taps} layers")
+    return config
+
+
+def _layers(flat: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the layers (from 0) after which states are read; empty for the default."""
+    if taps := flat.get("eagle_aux_hidden_state_layer_ids"):
+        return tuple(tap - 1 for tap in taps)
+    # Servers ignore these ids, or number them from 0 or from 1, so only the default layers are unmistakable.
+    ids = own.get("eagle_aux_hidden_state_layer_ids") or own.get("layer_ids")
+    if ids and not any(_is_default([each - by for each in ids]) for by in (0, 1)):
+        raise UserError(f"eagle_config names the layers {ids}, which servers number in different ways")
+    return ()
