@@ -27,7 +27,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.commands.dry_run import checkpoint_bytes
-from trainer.drafts.job import dspark_config
+from trainer.drafts.dspark_start import dspark_config
 from trainer.recipe.draft import DSparkSection, TeacherSection
 from trainer.recipe.reading import load_recipe
 from trainer.target.features import FeatureIdentity

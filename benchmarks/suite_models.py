@@ -19,7 +19,7 @@ from decoding.drafters import Drafter, DraftModelDrafter, DSparkDrafter, MedusaD
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from trainer.drafts.job import initial_dspark
+from trainer.drafts.dspark_start import initial_dspark
 from trainer.recipe.draft import DraftSection, DSparkSection
 
 # Hidden size, feed-forward size, layers, attention heads, key heads.

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Example, collate
 from trainer.drafts.dspark import DSparkObjective
-from trainer.drafts.job import initial_dspark
+from trainer.drafts.dspark_start import initial_dspark
 from trainer.recipe.draft import DraftSection
 from trainer.target.loading import OnlineTarget
 

@@ -19,7 +19,7 @@ from decoding.model.dspark_config import read_dspark_config
 from decoding.model.loading import load_dspark
 from decoding.rules.best_tree import best_tree
 from trainer.drafts.dspark import rank_accuracies
-from trainer.drafts.job import initial_dspark, mask_token, spread_taps
+from trainer.drafts.dspark_start import initial_dspark, mask_token, spread_taps
 from trainer.drafts.start import initial_draft
 from trainer.recipe.draft import DraftSection, DSparkSection
 

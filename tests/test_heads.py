@@ -26,7 +26,7 @@ from decoding.model.markov import MarkovBias
 from decoding.model.stored import CONFIG_NAME, WEIGHTS_NAME
 from decoding.model.vocabulary import d2t_of
 from trainer.data.batch import Batch, Example
-from trainer.drafts.job import start_dspark
+from trainer.drafts.dspark_start import start_dspark
 from trainer.heads.medusa import MedusaObjective, start_heads, with_sharing
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.heads import HeadsSection

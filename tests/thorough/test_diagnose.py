@@ -30,7 +30,7 @@ from trainer.commands.check_options import DiagnoseOptions
 from trainer.commands.diagnose import run_diagnose
 from trainer.data.batch import Example, collate
 from trainer.drafts.dspark import DSparkObjective
-from trainer.drafts.job import initial_dspark
+from trainer.drafts.dspark_start import initial_dspark
 from trainer.drafts.start import write_draft
 from trainer.export.exporter import export
 from trainer.recipe.draft import DraftSection

@@ -33,7 +33,7 @@ from trainer.commands.models import read_specs, read_target
 from trainer.commands.options import PlanOptions
 from trainer.commands.shared_options import ModelOptions
 from trainer.drafts.distill import drafter_of
-from trainer.drafts.job import dspark_config
+from trainer.drafts.dspark_start import dspark_config
 from trainer.drafts.start import draft_from_target
 from trainer.recipe.draft import DSparkSection
 from trainer.terminal.console import ProgressBar, say, standard_error, standard_output, wide
