@@ -396,7 +396,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a tap beyond": (_config(num_target_layers=None, target_layer_ids=[0, 1, 4]), "reads layer 4, but only 0 to 3"),
     "a size that is none": (_config(block_size="six"), "does not describe a DSpark draft .*block_size is 'six'"),
     "half a rope": (_config(rope_parameters={"rope_type": "yarn"}), "are yarn with missing or wrong .*factor"),
-    "another rope": (_config(rope_scaling={"type": "xpos"}, rope_parameters=None), "embeddings are xpos: give one of linear"),
+    "another rope": (_config(rope_scaling={"type": "xpos"}, rope_parameters=None), "embeddings are xpos: give one of"),
     "ropes by layer": (_config(rope_parameters={"full_attention": {"rope_theta": 5e5}}), "differ by type of layer"),
     "half heads": (_config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
     "half heads, new": (_config(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25}),

@@ -107,9 +107,7 @@ def _seen(sight: Sight, mask: Tensor | None, at: Tensor, keys_at: Tensor | None,
         return mask
     assert keys_at is not None, "windows and causal blocks need the keys' positions"
     before = (at[..., None] - keys_at[:, None])[:, None]  # (batch, 1, slots, keys)
-    hidden = before >= (sight.window or 1 << 60)
-    if sight.causal:
-        hidden |= before < 0
+    hidden = (before >= (sight.window or 1 << 60)) | ((before < 0) & sight.causal)
     seen = x.new_zeros(hidden.shape) if mask is None else mask
     return seen.masked_fill(hidden, torch.finfo(seen.dtype).min)
 
@@ -186,8 +184,7 @@ class DSparkDraft(nn.Module):
 
         ``keys_at``: the positions of all keys in ``held``, for layers with a window or a causal block.
         """
-        x, rotary = embedded.to(self.fc.weight), self.rotary(positions)
-        sights = self.config.sights
+        x, rotary, sights = embedded.to(self.fc.weight), self.rotary(positions), self.config.sights
         masks = {sight: _seen(sight, mask, positions, keys_at, x) for sight in set(sights)}
         for index, layer in enumerate(self.layers):
             normed = layer.input_layernorm(x)  # type: ignore[operator]
@@ -390,7 +387,7 @@ class DSpark:
         """`DSparkDraft.output_tokens`, computed once."""
         return self.draft.output_tokens
 
-    def block_bias(self, hidden: Float[Tensor, "rows slots hidden"], newest: Int[Tensor, " rows"]) -> BlockBias | None:
+    def block_bias(self, hidden: Float[Tensor, "rows slots hidden"], newest: Tensor) -> BlockBias | None:
         """Return the bias in these blocks if it depends on more than the token before; None otherwise."""
         if self.draft.markov is None or self.config.markov_head_type == "vanilla":
             return None

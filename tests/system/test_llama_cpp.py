@@ -82,6 +82,13 @@ DSPARK: dict[str, dict[str, Any]] = {
     "dspark, few tokens": {"vocabulary": 60},
     "dflash": {"markov_rank": 0, "sample_from_anchor": False},
 }
+REREAD: dict[str, dict[str, Any]] = {
+    "dspark, causal windows": {"layer_types": ["sliding_attention"], "sliding_window": 12},
+    "dspark, windows": {"layer_types": ["sliding_attention"], "sliding_window": 12, "is_causal": False},
+    "dspark, causal": {"is_causal": True},
+    "dspark, yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **STRETCHED}},
+}
+"""Other readings of the first draft's weights, which draft worse but must do so alike."""
 Row = dict[str, Any]
 
 
@@ -155,13 +162,21 @@ class Desk:
 
     def dspark_cases(self, targets: dict[str, Path]) -> list[LlamaCppCase]:
         """Of the first every type; the target's file is of the same."""
-        found = []
+        found, drafts = [], dict[str, Path]()
         for name, section in DSPARK.items():
             trained = train_dspark(self.folder, self.pair[0], name, block_size=DRAFT_TOKENS, **section)
+            drafts[name] = trained
             own = DSparkDrafter(load_dspark(trained, self.target), DRAFT_TOKENS)
             for type in TYPES if name == "dspark" else ("f32",):
                 file, method = self.file(trained, f"{name}-{type}", type), name.partition(",")[0]
                 found.append(LlamaCppCase(f"{name} {type}", targets[type], file, DRAFT_TOKENS, own, method=method))
+        for name, changes in REREAD.items():
+            shutil.copytree(drafts["dspark"], folder := self.folder / name)
+            config = json.loads((folder / "config.json").read_text()) | changes
+            (folder / "config.json").write_text(json.dumps(config))
+            own = DSparkDrafter(load_dspark(folder, self.target), DRAFT_TOKENS)
+            file = self.file(folder, f"{name}-gguf")
+            found.append(LlamaCppCase(f"{name} f32", targets["f32"], file, DRAFT_TOKENS, own, method="dspark"))
         return found
 
     def cases(self) -> list[LlamaCppCase]:
@@ -225,7 +240,9 @@ def test_every_type_speculates_without_loss_against_its_own_target(
     assert sum(drafted["theirs"]["accepted"]) > 0.1 * drafted["theirs"]["drafted"]
 
 
-@pytest.mark.parametrize("name", [*(f"{name} f32" for name in DSPARK), "dspark f16", "dspark bf16", "dspark q8_0"])
+@pytest.mark.parametrize(
+    "name", [*(f"{name} f32" for name in (*DSPARK, *REREAD)), "dspark f16", "dspark bf16", "dspark q8_0"]
+)
 def test_a_dspark_draft_writes_our_text_in_as_many_passes_as_here(found: dict[str, Row], name: str) -> None:
     """Rounding turns no drafted token over here: the counts are the unrounded draft's."""
     row = found[name]
