@@ -391,7 +391,7 @@ def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[P
 
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "sizes that no memory holds": (_config(vocab_size=10**12, markov_rank=10**6), "vocab_size is 1000000000000"),
-    "a layer that is not there": (_config(num_hidden_layers=2, layer_types=None), "layers.1"),
+    "a layer that is not there": (_config(num_hidden_layers=2), "layers.1"),
     "another target": (_config(num_target_layers=9), "num_target_layers is 9, not 4"),
     "a tap beyond": (_config(num_target_layers=None, target_layer_ids=[0, 1, 4]), "reads layer 4, but only 0 to 3"),
     "a size that is none": (_config(block_size="six"), "does not describe a DSpark draft .*block_size is 'six'"),
@@ -403,6 +403,8 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
                         "partial_rotary_factor is 0.25"),
     "windows of no size": (_config(layer_types=["sliding_attention"]), "sliding_window is None"),
     "other layers": (_config(layer_types=["chunked_attention"]), "layer_types is ['chunked_attention']: give full"),
+    "windows of too few layers": (_config(num_hidden_layers=2, layer_types=["sliding_attention"]),
+                                  "for each of the 2 layers"),
     "windows not used": (_config(layer_types=["sliding_attention"], sliding_window=3, use_sliding_window=False),
                                   "use_sliding_window is False, but layer_types is ['sliding_attention']"),
     "windows somewhere": (_config(layer_types=None, sliding_window=3, use_sliding_window=True),

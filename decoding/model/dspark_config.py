@@ -147,14 +147,13 @@ class DSparkConfig:
 
     def _check_attention(self) -> None:
         """Raise UserError for layers, rotary embeddings and biases that this package cannot compute."""
-        if self.layer_types and (
-            len(self.layer_types) != self.num_hidden_layers or set(self.layer_types) - {_FULL, _SLIDING}
-        ):
+        slides = _SLIDING in self.layer_types
+        if set(self.layer_types) - {_FULL, _SLIDING} or (slides and len(self.layer_types) != self.num_hidden_layers):
             raise UserError(
                 f"layer_types is {list(self.layer_types)}: give {_FULL} or {_SLIDING} for each of the "
                 f"{self.num_hidden_layers} layers"
             )
-        if _SLIDING in self.layer_types:
+        if slides:
             check_whole("sliding_window", self.sliding_window)
         if self.is_causal not in (None, True, False):
             raise UserError(f"is_causal is {self.is_causal}: give true or false")

@@ -80,15 +80,15 @@ DSPARK: dict[str, dict[str, Any]] = {
     "dspark": {},
     "dspark, two layers that fill in": {"layers": 2, "sample_from_anchor": False, "confidence": False},
     "dspark, few tokens": {"vocabulary": 60},
-    "dflash": {"markov_rank": 0, "sample_from_anchor": False},
+    "dflash": {"layers": 2, "markov_rank": 0, "sample_from_anchor": False},
 }
 REREAD: dict[str, dict[str, Any]] = {
-    "dspark, causal windows": {"layer_types": ["sliding_attention"], "sliding_window": 12},
-    "dspark, windows": {"layer_types": ["sliding_attention"], "sliding_window": 12, "is_causal": False},
-    "dspark, causal": {"is_causal": True},
-    "dspark, yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **STRETCHED}},
+    "dflash, causal windows": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4},
+    "dflash, windows": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4, "is_causal": False},
+    "dflash, causal": {"is_causal": True},
+    "dflash, yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **STRETCHED}},
 }
-"""Other readings of the first draft's weights, which draft worse but must do so alike."""
+"""Other readings of the DFlash draft's weights: it drafts worse with them, but the same here and in llama.cpp."""
 Row = dict[str, Any]
 
 
@@ -171,12 +171,12 @@ class Desk:
                 file, method = self.file(trained, f"{name}-{type}", type), name.partition(",")[0]
                 found.append(LlamaCppCase(f"{name} {type}", targets[type], file, DRAFT_TOKENS, own, method=method))
         for name, changes in REREAD.items():
-            shutil.copytree(drafts["dspark"], folder := self.folder / name)
+            shutil.copytree(drafts["dflash"], folder := self.folder / name)
             config = json.loads((folder / "config.json").read_text()) | changes
             (folder / "config.json").write_text(json.dumps(config))
             own = DSparkDrafter(load_dspark(folder, self.target), DRAFT_TOKENS)
             file = self.file(folder, f"{name}-gguf")
-            found.append(LlamaCppCase(f"{name} f32", targets["f32"], file, DRAFT_TOKENS, own, method="dspark"))
+            found.append(LlamaCppCase(f"{name} f32", targets["f32"], file, DRAFT_TOKENS, own, method="dflash"))
         return found
 
     def cases(self) -> list[LlamaCppCase]:
