@@ -269,10 +269,6 @@ def block_logits(
             logits = F.linear(flat_rows(hidden, slots).to(lm_head), lm_head)
             if draft.markov is not None:
                 tokens_before = batch.tokens[0, before]
-                factor = (
-                    None
-                    if bias is None
-                    else bias.factor(depth, slots.div(config.slots, rounding_mode="floor"), tokens_before)
-                )
+                factor = None if bias is None else bias.factor(depth, slots // config.slots, tokens_before)
                 logits = draft.markov.added_to(logits, tokens_before, factor=factor)
             yield depth, batch.tokens[0, before + 1], over_vocabulary(logits, dspark.output_tokens, config.vocab_size)
