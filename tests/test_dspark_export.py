@@ -242,10 +242,12 @@ def diagnosed(source: Path, served: Path, trained_on: tuple[Path, CausalLM]) -> 
     ]
 
 
-@pytest.mark.parametrize("rope_theta", [1e4, 5e5])
-def test_an_untouched_copy_has_no_difference(tmp_path: Path, target: tuple[Path, CausalLM], rope_theta: float) -> None:
+@pytest.mark.parametrize("rope", [{"rope_theta": 1e4}, {"rope_theta": 5e5}, {"rope_scaling": YARN}])
+def test_an_untouched_copy_has_no_difference(
+    tmp_path: Path, target: tuple[Path, CausalLM], rope: dict[str, Any]
+) -> None:
     """Also for readers of transformers 4's keys."""
-    source = trained(tmp_path / "run", target, rope_theta=rope_theta)
+    source = trained(tmp_path / "run", target, **rope)
     served = export(source, tmp_path / "dspark-out", "dspark").folder
     assert [finding.status for finding in diagnosed(source, served, target)] == ["ok"] * 3
 

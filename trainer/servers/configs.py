@@ -1,7 +1,7 @@
 """Comparison of a server's configs with the training's: rope, windows, positions, vocabularies."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,7 +82,7 @@ def _other_settings(served: Path, trained: Path) -> list[Difference]:
     try:
         for folder, found in ((served, theirs), (trained, ours)):
             if is_dspark_folder(trained):
-                found |= vars(replace(read_dspark_config(folder), tree=()))
+                found |= asdict(replace(read_dspark_config(folder), tree=()))
             else:
                 read = AutoConfig.from_pretrained(folder).get_text_config(decoder=True).to_dict()
                 found |= {key: _plain(read.get(key)) for key in _COMPARED}
