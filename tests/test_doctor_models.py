@@ -25,7 +25,14 @@ from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.hub import local_folder
 from trainer.cli import app
-from trainer.doctor.models import Skeleton, check_decoding, check_drafter, read_skeleton, target_findings
+from trainer.doctor.models import (
+    Skeleton,
+    check_decoding,
+    check_drafter,
+    layout_findings,
+    read_skeleton,
+    target_findings,
+)
 
 TEMPLATE = (
     "{% for m in messages %}{{ '[' + m['role'] + ']' }}{% if m['role'] == 'assistant' %}"
@@ -193,6 +200,60 @@ def test_fitting_heads_and_drafts_of_both_kinds_have_nothing_to_note(
         "lookup",
     ]:
         assert fits(of_drafter(text, skeleton)), text
+
+
+SLIDING = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "DSpark in flat form; run as trained by vLLM, SGLang, llama.cpp"),
+        (
+            {"is_causal": True, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "DSpark in flat form; run as trained by vLLM, SGLang, llama.cpp",
+        ),
+        (SLIDING, "trained by vLLM, SGLang; llama.cpp has other causality than in training in layers 0, so"),
+        ({"draft_vocab_size": 8}, "trained by vLLM, llama.cpp; SGLang has no d2t"),
+        ({"target_layer_ids": [1]}, "trained by vLLM; SGLang has no states after the last layer; llama.cpp has no"),
+        ({"markov_head_type": "gated"}, "trained by SGLang; vLLM has no gated Markov head; llama.cpp has no gated"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                }
+            },
+            "trained by vLLM, SGLang; llama.cpp has unscaled rotary embeddings instead of llama3",
+        ),
+        (
+            {"speculators_model_type": "dspark", **SLIDING, "sliding_window_non_causal": True},
+            "speculators' nested form; run as trained by llama.cpp; vLLM has other causality than in training "
+            "in layers 0, so fewer tokens are accepted; SGLang has no nested config.json",
+        ),
+        (
+            {"speculators_model_type": "dflash", **SLIDING, "markov_rank": 0, "sample_from_anchor": False},
+            "DFlash in speculators' nested form; run as trained by none; vLLM has other causality than in training in "
+            "layers 0, so",
+        ),
+    ],
+)
+def test_the_layout_of_a_draft_and_the_servers_that_run_it_are_said_without_a_target(
+    target: Path, tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    changed(save_dspark(tmp_path / "draft", target), "config.json", **changes)
+    (tmp_path / "draft" / "model.safetensors").unlink()
+    (finding,) = layout_findings(parse_drafter(f"dspark:{tmp_path / 'draft'}"))
+    assert says in finding.found
+    assert finding.status == ("ok" if "trained by vLLM, SGLang, llama.cpp" in finding.found else "note")
+
+
+def test_the_layout_of_other_drafters_needs_a_target(target: Path, tmp_path: Path) -> None:
+    for text in ("lookup", f"heads:{save_heads(tmp_path / 'heads', target)}"):
+        with pytest.raises(ValueError, match="can only be checked with a target: give --target too"):
+            layout_findings(parse_drafter(text))
 
 
 def wide(folder: Path, target: Path) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from drafter_checks import Follower, accept_some, check_greedy
-from tiny_dspark import block_logits, tiny_dflash, tiny_dspark
+from tiny_dspark import block_logits, logits_after, tiny_dflash, tiny_dspark
 from tiny_models import naive_greedy, tiny_model
 from torch import Tensor
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
@@ -16,6 +16,7 @@ from decoding.drafters import DSparkDrafter
 from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSpark, DSparkDraft, TextKeys
+from decoding.model.dspark_config import DSparkConfig, Sight
 from decoding.rules.sampling import SamplingConfig
 
 
@@ -35,6 +36,17 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 # --- one forward ------------------------------------------------------------------------------------------------------
 
+MIXED = {"layer_types": ("sliding_attention", "full_attention", "sliding_attention"), "sliding_window": 4}
+ROPES: tuple[dict[str, Any], ...] = (
+    {"rope_type": "linear", "factor": 3.0},
+    {"rope_type": "dynamic", "factor": 3.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    | {"original_max_position_embeddings": 16},
+    {"rope_type": "longrope", "short_factor": [1.5] * 16, "long_factor": [4.0] * 16}
+    | {"original_max_position_embeddings": 1024},
+    {"rope_type": "proportional", "factor": 2.0},
+)
 FORMS: dict[str, dict[str, Any]] = {
     "one layer": {},
     "several layers, three key heads": {"num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 3},
@@ -42,6 +54,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "another rope and epsilon": {"rope_theta": 300.0, "rms_norm_eps": 1e-2, "head_dim": 64},
     "one token": {"tokens": 1},
     "an lm_head of its own": {"writes": (0, 2, 3, 5, 7, 11)},
+    "the last layer": {"target_layer_ids": (1, 3)},
+    "windows, some layers causal": {"num_hidden_layers": 3, **MIXED},
+    "a window shorter than a block": {"layer_types": ("sliding_attention",), "sliding_window": 2},
+    "windows, no layer causal": {"num_hidden_layers": 3, **MIXED, "is_causal": False},
+    "all layers causal": {"num_hidden_layers": 2, "is_causal": True},
+    **{f"{rope['rope_type']} rotary": {"rope_scaling": rope} for rope in ROPES},
 }
 
 
@@ -78,21 +96,14 @@ def test_rows_of_one_length_need_no_mask_and_draft_the_same(deep: CausalLM, seen
         torch.testing.assert_close(found, block_logits(draft, deep, text), rtol=0, atol=1e-5)
 
 
-def test_the_plain_forward_tells_a_causal_block_and_shifted_positions_and_normed_context_apart(
+def test_the_plain_forward_tells_windows_and_causal_blocks_and_shifted_positions_and_normed_context_apart(
     deep: CausalLM, seen: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draft, text = tiny_dspark(deep), [3, 1, 4, 1, 5]
+    draft, text = tiny_dspark(deep, layer_types=("sliding_attention",), sliding_window=3), [3, 1, 4, 1, 5]
     wanted, run, rotary, keys = block_logits(draft, deep, text), TextKeys.run, DSparkDraft.rotary, DSparkDraft.text_keys
     own = draft.layers[0].input_layernorm
-
-    def causal(self: DSparkDraft, embedded: Tensor, positions: Tensor, held: Any, mask: Any = None) -> Tensor:
-        slots = torch.arange(embedded.shape[1])
-        hidden = torch.nn.functional.pad(slots > slots[:, None], (len(text) - 1, 0))
-        return forward(self, embedded, positions, held, torch.zeros(hidden.shape).masked_fill(hidden, -1e9))
-
-    forward = DSparkDraft.forward
     mutants = [
-        (DSparkDraft, "forward", causal),
+        *((DSparkConfig, "sights", (Sight(*other),)) for other in ((3, False), (4, True), (2, True), (None, True))),
         (DSparkDraft, "rotary", lambda self, positions: rotary(self, positions * (positions < len(text) - 1))),
         (DSparkDraft, "text_keys", lambda self, states, positions: keys(self, states.roll(1, 1), positions)),
         (TextKeys, "run", lambda self, embedded: own(run(self, embedded))),
@@ -103,6 +114,40 @@ def test_the_plain_forward_tells_a_causal_block_and_shifted_positions_and_normed
             seen.clear()
             Follower(DSparkDrafter(draft), deep).propose(text)
         assert (seen[0][0] - wanted).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(1.0)], ids=["greedy", "T=1"])
+@pytest.mark.parametrize("sample_from_anchor", [True, False])
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_a_chain_is_that_of_the_plain_definition_of_its_bias(
+    deep: CausalLM, kind: str, sample_from_anchor: bool, sampling: SamplingConfig
+) -> None:
+    """At every depth and in every row: the best token, or the distribution that the token was drawn from."""
+    draft = tiny_dspark(deep, markov_head_type=kind, sample_from_anchor=sample_from_anchor)
+    follower, texts = Follower(DSparkDrafter(draft), deep, sampling, rows=2), [[3, 1, 4, 1, 5], [9, 2]]
+    for _ in range(3):
+        for text, proposal in zip(texts, follower.propose(*texts), strict=True):
+            path = proposal.tree.tokens[1:].tolist()
+            for depth, token in enumerate(path):
+                wanted = logits_after(draft, deep, text, path[:depth])
+                if sampling.temperature:
+                    torch.testing.assert_close(proposal.q[depth], wanted.softmax(-1), rtol=0, atol=1e-5)
+                else:
+                    assert token == int(wanted.argmax())
+            text += [path[0], 6]
+    if not sampling.temperature:
+        check_greedy(deep, DSparkDrafter(draft), count=8)
+
+
+def test_a_gated_bias_drafts_trees_and_one_with_a_memory_only_chains(deep: CausalLM) -> None:
+    paths, text = ((0,), (1,), (0, 0), (1, 0)), [3, 1, 4]
+    draft = tiny_dspark(deep, markov_head_type="gated")
+    (proposal,) = Follower(DSparkDrafter(draft, tree=paths), deep).propose(text)
+    best, second, *children = proposal.tree.tokens[1:].tolist()
+    assert [best, second] == logits_after(draft, deep, text, []).topk(2).indices.tolist()
+    assert children == [int(logits_after(draft, deep, text, [each]).argmax()) for each in (best, second)]
+    with pytest.raises(ValueError, match=r"remembers all tokens of a chain \(markov_head_type rnn\): give tokens"):
+        DSparkDrafter(tiny_dspark(deep, markov_head_type="rnn"), tree=paths)
 
 
 def test_a_step_runs_one_block_and_reads_each_token_of_the_text_once(deep: CausalLM) -> None:

@@ -128,6 +128,78 @@ def test_a_gguf_file_has_llama_cpps_keys_and_names_and_the_targets_tokenizer(
     assert summary.commands[0].argv[-5:] == (f"draft-{kind}", "--spec-draft-n-max", "4", "--spec-draft-p-min", "0")
 
 
+WINDOWS = {"num_hidden_layers": 2, "sliding_window": 8, "layer_types": ("sliding_attention", "full_attention")}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, {"attention.causal": False}),
+        ({"is_causal": True}, {"attention.causal": True}),
+        (
+            {**WINDOWS, "is_causal": False},
+            {"attention.causal": False, "attention.sliding_window": 8}
+            | {"attention.sliding_window_pattern": [True, False]},
+        ),
+        (
+            {"rope_scaling": YARN},
+            {"rope.freq_base": 1e4, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+            | {"rope.scaling.original_context_length": 2048},
+        ),
+    ],
+)
+def test_a_gguf_file_says_what_slots_see_and_how_rotary_embeddings_are_scaled(
+    tmp_path: Path, target: tuple[Path, CausalLM], changes: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    export(trained(tmp_path / "run", target, **changes), tmp_path / "out", "gguf")
+    reader = GGUFReader(tmp_path / "out" / "model.gguf")
+    keys = {name.removeprefix("dflash."): field.contents() for name, field in reader.fields.items()}
+    rope_and_sight = ("attention.causal", "attention.sliding", "rope.scaling")
+    assert wanted.items() <= keys.items()
+    assert {name for name in keys if name.startswith(rope_and_sight)} <= {"attention.causal", *wanted}
+
+
+@pytest.mark.parametrize(
+    ("format", "changes", "problem"),
+    [
+        ("gguf", WINDOWS, "causal in some of the draft's layers and not in others, but llama.cpp treats all"),
+        (
+            "gguf",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "by dynamic .* cannot write for DSpark drafts",
+        ),
+        ("gguf", {"target_layer_ids": (0, 2)}, "reads the target's last layer, which llama.cpp cannot"),
+        ("gguf", {"markov_head_type": "gated"}, "has a gated Markov head, which can be decoded here but not exported"),
+        ("dspark", {"markov_head_type": "rnn"}, "has a rnn Markov head, which can be decoded here but not exported"),
+    ],
+)
+def test_what_a_format_cannot_say_is_refused(
+    tmp_path: Path, target: tuple[Path, CausalLM], format: str, changes: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        export(trained(tmp_path / "run", target, **changes), tmp_path / "out", format)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_nested_folder_is_flattened_and_servers_that_cannot_read_it_get_no_command(
+    tmp_path: Path, target: tuple[Path, CausalLM]
+) -> None:
+    """A speculators DFlash draft with windows, causal where they slide, that reads the last layer."""
+    source = trained(tmp_path / "run", target, flash=True, tree=(), **WINDOWS, target_layer_ids=(0, 2))
+    flat = json.loads((source / "config.json").read_text())
+    layers = {name: flat.pop(name) for name in list(flat) if name not in ("block_size", "mask_token_id")}
+    nested = {"speculators_model_type": "dflash", "aux_hidden_state_layer_ids": [1, 3], "num_target_layers": 3}
+    (source / "config.json").write_text(json.dumps({**flat, **nested, "transformer_layer_config": layers}))
+    summary = export(source, tmp_path / "out", "dspark")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"] and "transformer_layer_config" not in config
+    assert config["layer_types"] == ["sliding_attention", "full_attention"] and config["sliding_window"] == 8
+    assert "is_causal" not in config, "servers then mask later slots in layers with windows alone"
+    assert read_dspark_config(tmp_path / "out") == read_dspark_config(source)
+    assert [command.server for command in summary.commands] == ["vllm"]
+
+
 @pytest.mark.parametrize("writes", [None, (1, 4, 5, 9, 263)])
 def test_the_file_drafts_what_the_trained_draft_does(
     tmp_path: Path, target: tuple[Path, CausalLM], writes: tuple[int, ...] | None
@@ -170,10 +242,12 @@ def diagnosed(source: Path, served: Path, trained_on: tuple[Path, CausalLM]) -> 
     ]
 
 
-@pytest.mark.parametrize("rope_theta", [1e4, 5e5])
-def test_an_untouched_copy_has_no_difference(tmp_path: Path, target: tuple[Path, CausalLM], rope_theta: float) -> None:
+@pytest.mark.parametrize("rope", [{"rope_theta": 1e4}, {"rope_theta": 5e5}, {"rope_scaling": YARN}])
+def test_an_untouched_copy_has_no_difference(
+    tmp_path: Path, target: tuple[Path, CausalLM], rope: dict[str, Any]
+) -> None:
     """Also for readers of transformers 4's keys."""
-    source = trained(tmp_path / "run", target, rope_theta=rope_theta)
+    source = trained(tmp_path / "run", target, **rope)
     served = export(source, tmp_path / "dspark-out", "dspark").folder
     assert [finding.status for finding in diagnosed(source, served, target)] == ["ok"] * 3
 
@@ -182,10 +256,10 @@ def test_an_untouched_copy_has_no_difference(tmp_path: Path, target: tuple[Path,
     ("key", "value", "found"),
     [
         ("target_layer_ids", [1], "target_layer_ids"),
-        ("target_layer_ids", [1, 2], "cannot be read"),
+        ("target_layer_ids", [1, 3], "cannot be read"),
         ("block_size", 3, "block_size 3, but was trained with 4"),
         ("mask_token_id", 3, "mask_token_id 3, but was trained with 261"),
-        ("is_causal", True, "is_causal is True"),
+        ("is_causal", True, "is_causal True, but was trained with None"),
         ("sample_from_anchor", False, "sample_from_anchor False, but was trained with True"),
         ("rope_parameters", {"rope_theta": 5e5}, "rope_theta 500000.0, but was trained with 10000.0"),
     ],

@@ -99,11 +99,18 @@ def test_a_draft_without_a_bias_is_a_dflash_folder_whose_block_counts_the_newest
     assert read_dspark_config(tmp_path).block_size == 4 and read_dspark_config(tmp_path).slots == 5
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
+    "original_max_position_embeddings": 64
+}
+WINDOWS = {"layer_types": ("sliding_attention",), "sliding_window": 3}
 FORMS: dict[str, dict[str, Any]] = {
     "DSpark": {"tree": ((0,), (1,), (0, 0))},
     "fill-in, with confidence": {"sample_from_anchor": False, "enable_confidence_head": True},
     "DFlash": {"rank": 0, "sample_from_anchor": False},
     "few tokens": {"writes": (0, 2, 3, 5, 15), "tree": ((0,), (4,), (0, 0))},
+    "gated": {"markov_head_type": "gated"},
+    "windows": {**WINDOWS, "is_causal": False, "rope_scaling": LLAMA3, "target_layer_ids": (1, 3)},
+    "causal": {"markov_head_type": "rnn", "is_causal": True},
     "other sizes": {"rope_theta": 500.0, "rms_norm_eps": 1e-5, "target_layer_ids": (2,), "num_key_value_heads": 2},
 }
 
@@ -179,6 +186,52 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             **BLOCK,
         },
         {"sample_from_anchor": False, "markov_rank": 0, "block_size": 3},
+    ),
+    "speculators 0.9, windows, DFlash": (
+        {
+            "speculators_model_type": "dflash",
+            "transformer_layer_config": {
+                **LAYERS,
+                "num_hidden_layers": 2,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "sliding_window": 3,
+                "use_sliding_window": True,
+                "rope_parameters": {**LLAMA3, "rope_theta": 5e5, "partial_rotary_factor": 1.0},
+            },
+            "aux_hidden_state_layer_ids": [1, 4],
+            "sliding_window_non_causal": False,
+            **BLOCK,
+        },
+        {"sample_from_anchor": False, "markov_rank": 0, "block_size": 3, "target_layer_ids": (0, 3)}
+        | {"num_hidden_layers": 2, "layer_types": ("sliding_attention", "full_attention"), "sliding_window": 3}
+        | {"rope_scaling": LLAMA3},
+    ),
+    "speculators 0.9, windows, a bias with a memory": (
+        {
+            "speculators_model_type": "dspark",
+            "transformer_layer_config": {**LAYERS, **WINDOWS},
+            "aux_hidden_state_layer_ids": [1, 3],
+            "sliding_window_non_causal": True,
+            **BLOCK,
+            **BIAS,
+            "markov_head_type": "rnn",
+        },
+        {"sample_from_anchor": False, "markov_rank": 3, "block_size": 3, "markov_head_type": "rnn"}
+        | {**WINDOWS, "is_causal": False},
+    ),
+    "SpecForge, a gated bias, causal": (
+        {
+            "architectures": ["DSparkDraftModel"],
+            **LAYERS,
+            "rope_parameters": None,
+            "rope_theta": 5e5,
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+            "block_size": 4,
+            "dflash_config": {"causal": True, "mask_token_id": 7, "target_layer_ids": [0, 2], **BIAS}
+            | {"markov_head_type": "gated"},
+        },
+        {"sample_from_anchor": True, "markov_rank": 3, "block_size": 4, "markov_head_type": "gated"}
+        | {"is_causal": True, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     ),
     "SpecForge": (
         {
@@ -286,9 +339,9 @@ def test_copies_of_the_targets_ends_are_left_out_and_others_refused(
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 SIZES: dict[str, tuple[dict[str, Any], str]] = {
-    "the last layer": (
-        {"target_layer_ids": (1, 3)},
-        r"target_layer_ids is \[1, 3\]: give increasing layers from 0 to 2",
+    "no layer so high": (
+        {"target_layer_ids": (1, 4)},
+        r"target_layer_ids is \[1, 4\]: give increasing layers from 0 to 3",
     ),
     "falling layers": ({"target_layer_ids": (2, 0)}, "give increasing layers"),
     "a layer twice": ({"target_layer_ids": (1, 1)}, "give increasing layers"),
@@ -340,9 +393,22 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "sizes that no memory holds": (_config(vocab_size=10**12, markov_rank=10**6), "vocab_size is 1000000000000"),
     "a layer that is not there": (_config(num_hidden_layers=2), "layers.1"),
     "another target": (_config(num_target_layers=9), "num_target_layers is 9, not 4"),
-    "a tap beyond": (_config(num_target_layers=None, target_layer_ids=[0, 1, 3]), "reads layer 3, but only 0 to 2"),
+    "a tap beyond": (_config(num_target_layers=None, target_layer_ids=[0, 1, 4]), "reads layer 4, but only 0 to 3"),
     "a size that is none": (_config(block_size="six"), "does not describe a DSpark draft .*block_size is 'six'"),
-    "another rope": (_config(rope_parameters={"rope_type": "yarn"}), "its rotary embeddings are yarn"),
+    "half a rope": (_config(rope_parameters={"rope_type": "yarn"}), "are yarn with missing or wrong .*factor"),
+    "another rope": (_config(rope_scaling={"type": "xpos"}, rope_parameters=None), "embeddings are xpos: give one of"),
+    "ropes by layer": (_config(rope_parameters={"full_attention": {"rope_theta": 5e5}}), "differ by type of layer"),
+    "half heads": (_config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
+    "half heads, new": (_config(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25}),
+                        "partial_rotary_factor is 0.25"),
+    "windows of no size": (_config(layer_types=["sliding_attention"]), "sliding_window is None"),
+    "other layers": (_config(layer_types=["chunked_attention"]), "layer_types is ['chunked_attention']: give full"),
+    "windows of too few layers": (_config(num_hidden_layers=2, layer_types=["sliding_attention"]),
+                                  "for each of the 2 layers"),
+    "windows not used": (_config(layer_types=["sliding_attention"], sliding_window=3, use_sliding_window=False),
+                                  "use_sliding_window is False, but layer_types is ['sliding_attention']"),
+    "windows somewhere": (_config(layer_types=None, sliding_window=3, use_sliding_window=True),
+                          "use_sliding_window is True, but layer_types is []"),
     "a missing size": (lambda folder: (folder / "config.json").write_text('{"architectures": ["Qwen3DSparkModel"]}'),
                        "does not describe a DSpark draft"),
     "a missing tensor": (_tensors(lambda tensors: tensors.pop("fc.weight")), "fc.weight"),
@@ -352,12 +418,12 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "does not contain tensors"),
     "another architecture": (_config(architectures=["Qwen3ForCausalLM"]), "does not contain a DSpark draft"),
 }  # fmt: skip
-"""Also what servers read and this draft does not do: causal blocks, gated biases, windows, trimmed vocabularies."""
+"""Also settings of other trainers that change the computation and are not supported here."""
 BROKEN |= {
     name: (_config(**{name: value}), f"{name} is {value}")
     for name, value in {
-        "is_causal": True,
-        "markov_head_type": "gated",
+        "is_causal": "yes",
+        "markov_head_type": "lstm",
         "attention_bias": True,
         "hidden_act": "gelu",
         "use_swa": True,
@@ -366,8 +432,7 @@ BROKEN |= {
         "is_neox_style": False,
     }.items()
 }
-BROKEN["a window"] = _config(layer_types=["sliding_attention"]), "some of its layers attend to a window"
-BROKEN["nested"] = _config(dspark_config={"markov_head_type": "rnn"}), "markov_head_type is rnn"
+BROKEN["nested"] = _config(dspark_config={"markov_head_type": "rnn"}), "markov_head.joint_proj.weight is missing"
 BROKEN["DFlash with a bias"] = _config(architectures=["DFlashDraftModel"]), "markov_rank is 3 in a DFlash draft"
 BROKEN["fewer tokens"] = _config(draft_vocab_size=8), "d2t is not a list of 8 whole numbers"
 BROKEN["as many tokens"] = _config(draft_vocab_size=17), "draft_vocab_size is 17: give less than the target's 16 tokens"

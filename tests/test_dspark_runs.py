@@ -90,14 +90,15 @@ def test_a_recipe_is_trained_to_a_folder_that_drafts_and_changes_no_text(worksho
 
 def test_what_the_first_lines_promise_is_what_the_run_does(workshop: Path) -> None:
     """A tree is fitted only if there are evaluations, and a target's scaling is not taken over in silence."""
-    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    scaled = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     for prompts, rope in ((2, None), (0, scaled)):
         write_target(workshop / "target", **({"rope_parameters": rope} if rope else {}))
         said = io.StringIO()
         final = trained(workshop, f"run-{prompts}", said=said, evaluation={"prompts": prompts})
         tree = json.loads((final / "config.json").read_text())["headstart"]["tree"]
         assert bool(tree) == bool(prompts) == ("the finished draft uses a tree of 5 here" in said.getvalue())
-        assert ("the target scales its rotary embeddings (linear)" in said.getvalue()) == (rope is not None)
+        told = "the draft's rotary embeddings are not scaled like the target's (llama3)"
+        assert (told in said.getvalue()) == (rope is not None)
 
 
 def test_one_step_of_eight_rows_is_eight_steps_of_one(tmp_path: Path) -> None:

@@ -47,18 +47,22 @@ def test_a_draft_has_the_sizes_of_the_targets_layers_with_heads_that_servers_hav
 
 SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
 
 @pytest.mark.parametrize(
-    ("family", "changes", "section", "theta", "eps"),
+    ("family", "changes", "section", "theta", "eps", "scaled"),
     [
-        ("llama", {"rope_parameters": SCALED, "rms_norm_eps": 1e-5}, {}, 5e5, 1e-5),
-        ("llama", {"rms_norm_eps": 1e-5}, {"rope_theta": 1e4, "rms_norm_eps": 1e-6}, 1e4, 1e-6),
-        ("gemma3", {}, {}, 1e6, 1e-6),  # its layers with windows have 10,000
-        ("gpt2", {}, {}, 1e4, 1e-6),  # has neither
+        ("llama", {"rope_parameters": SCALED, "rms_norm_eps": 1e-5}, {}, 5e5, 1e-5, {}),
+        ("llama", {"rope_parameters": {**LINEAR, "rope_theta": 5e5}}, {}, 5e5, 1e-6, LINEAR),
+        ("llama", {"rope_parameters": {**LINEAR, "rope_theta": 5e5}}, {"rope_theta": 1e4}, 1e4, 1e-6, {}),
+        ("llama", {"rms_norm_eps": 1e-5}, {"rope_theta": 1e4, "rms_norm_eps": 1e-6}, 1e4, 1e-6, {}),
+        ("gemma3", {}, {}, 1e6, 1e-6, {}),  # its layers with windows have 10,000
+        ("gpt2", {}, {}, 1e4, 1e-6, {}),  # has neither
     ],
 )
 def test_a_draft_has_the_targets_rotary_base_and_epsilon_in_every_format(
-    family: str, changes: dict[str, Any], section: dict[str, Any], theta: float, eps: float, tmp_path: Path
+    family: str, changes: dict[str, Any], section: dict[str, Any], theta: float, eps: float, scaled: Any, tmp_path: Path
 ) -> None:
     pytest.importorskip("gguf", reason="a server's format is an optional extra")
     from trainer.export.gguf_vocabulary import dspark_metadata
@@ -67,8 +71,16 @@ def test_a_draft_has_the_targets_rotary_base_and_epsilon_in_every_format(
     draft.save_pretrained(tmp_path)
     config, keys = read_dspark_config(tmp_path), dspark_metadata(draft.config)
     assert (config.rope_theta, config.rms_norm_eps) == (theta, eps)
+    assert dict(config.rope_scaling) == scaled
     assert config.to_json()["rope_theta"] == config.to_json()["rope_parameters"]["rope_theta"] == theta
     assert (keys["dflash.rope.freq_base"], keys["dflash.attention.layer_norm_rms_epsilon"]) == (theta, eps)
+
+
+def test_the_last_layer_is_no_tap_of_a_new_draft() -> None:
+    with pytest.raises(
+        ValueError, match=r"draft.dspark.taps is \[0, 1\], but .* cannot read the last layer: give .* 0 to 0"
+    ):
+        started(tiny_model("llama"), taps=(0, 1))
 
 
 def test_a_draft_has_a_confidence_head_with_a_bias_and_none_without() -> None:

@@ -1,16 +1,23 @@
 """The training of DSpark drafts: one forward of all blocks is many plain ones, and only labels are trained."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from dspark_training import TEXTS, TURNS, objective_for, reference_terms
+from tiny_dspark import logits_after, tiny_dspark
 from tiny_models import counting_model, tiny_model
 from torch import Tensor
 
+from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark import DSpark
 from trainer.data.batch import Example, collate, pack
-from trainer.drafts.dspark import CONFIDENCE, DSparkObjective, labels_of, sample_blocks
+from trainer.drafts.dspark import CONFIDENCE, DSparkObjective, block_logits, labels_of, sample_blocks
+from trainer.target.loading import OnlineTarget
+
+WINDOWS = {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 3}
 
 
 def gradients(objective: DSparkObjective) -> dict[str, Tensor]:
@@ -25,6 +32,7 @@ def gradients(objective: DSparkObjective) -> dict[str, Tensor]:
         ("llama", "acceptance", {"markov_rank": 0, "sample_from_anchor": False}),
         ("llama", "total_variation", {"vocabulary": 7}),
         ("llama", "acceptance", {"vocabulary": 7, "markov_rank": 0, "sample_from_anchor": False}),
+        ("llama", "forward_kl", {"layers": 2, **WINDOWS}),
         ("gpt2", "forward_kl", {"taps": (0,)}),
         ("gemma3", "total_variation", {}),
         ("granite", "forward_kl", {}),
@@ -35,8 +43,11 @@ def test_losses_and_gradients_are_those_of_one_plain_forward_for_each_anchor(
 ) -> None:
     """The plain forward is what the drafter computes, so that training and decoding have the same logits."""
     target = tiny_model(family).double()
-    objective = objective_for(target, loss={kind: 1.0}, confidence=False, **form)
+    section = {name: form[name] for name in form if name not in WINDOWS}
+    objective = objective_for(target, loss={kind: 1.0}, confidence=False, **section)
     objective.module.double()
+    config = objective.module.draft.config  # a stored draft that is trained further may have windows
+    objective.module.draft.config = replace(config, **{name: form[name] for name in form if name in WINDOWS})
     weights = torch.tensor([1.0, 0.5, 2.0, 0.7])
     sums = objective.module(*objective.inputs(collate(TEXTS), 0), weights)
     sums.total.backward()
@@ -151,3 +162,18 @@ def test_a_trained_draft_is_accepted_at_every_token_and_knows_it() -> None:
         shares.append((hits / counts)[:-1].tolist())
     assert max(shares[0]) < 0.6 and min(shares[-1]) > 0.9
     assert losses[-1] / counts[-1] < 0.5, "less than of even odds"
+
+
+@pytest.mark.parametrize("sample_from_anchor", [True, False])
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_logits_along_a_text_are_those_behind_each_of_its_tokens(kind: str, sample_from_anchor: bool) -> None:
+    """Also of a draft with windows and of a bias that reads the block; the bias reads the text."""
+    target, text, first = CausalLM(tiny_model(num_hidden_layers=3)), [3, 1, 4, 1, 5, 9, 2, 6, 5], 2
+    windows = {"num_hidden_layers": 2, **WINDOWS}
+    draft = tiny_dspark(target, markov_head_type=kind, sample_from_anchor=sample_from_anchor, **windows)
+    for depth, labels, logits in block_logits(DSpark(draft, target), OnlineTarget(target), text, first):
+        assert labels.tolist() == text[first + 1 + depth :]
+        for anchor, row in enumerate(logits, start=first):
+            path = text[anchor + 1 : anchor + 1 + depth]
+            wanted = logits_after(draft, target, text[: anchor + 1], path)
+            torch.testing.assert_close(row, wanted, rtol=0, atol=1e-4)

@@ -51,6 +51,10 @@ class DSparkDrafter(Drafter):
             raise UserError(
                 f"the tree has {shape.ranks} ranks, but the draft writes {config.outputs} tokens: give fewer"
             )
+        if config.markov_head_type == "rnn" and not shape.is_chain:
+            raise UserError(
+                "this draft's bias remembers all tokens of a chain (markov_head_type rnn): give tokens, not a tree"
+            )
         self.draft = draft
         self.name = "dspark" if config.markov_rank else "dflash"
         self.growth = Growth(shape, sampled)
@@ -105,9 +109,8 @@ class DSparkSession(RowsSession):
         self._keys.append([parts[0] if len(parts) == 1 else torch.cat(parts) for parts in unread])
         self._unread.update({slot: [] for slot in range(len(requests))})
         newest = torch.tensor([request.tokens[-1] for request in requests]).to(texts.device, non_blocking=True)
-        base = self._draft.logits(self._keys.run(self._draft.embed(newest)), deepest)
-        draft = self._draft.draft
-        nodes = ConditionalLogits(
-            base.transpose(0, 1), draft.markov, growth.candidates_for(texts), self._draft.output_tokens
-        )
+        hidden = self._keys.run(self._draft.embed(newest))
+        base, bias = self._draft.logits(hidden, deepest).transpose(0, 1), self._draft.draft.markov
+        block = self._draft.block_bias(hidden, newest)
+        nodes = ConditionalLogits(base, bias, growth.candidates_for(texts), self._draft.output_tokens, block)
         return growth.propose(requests, nodes, texts)

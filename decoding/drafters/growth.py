@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from decoding.drafters.base import DraftRequest, TextRows
 from decoding.errors import UserError
-from decoding.model.markov import MarkovBias
+from decoding.model.markov import BlockBias, MarkovBias
 from decoding.policies import Budget
 from decoding.rules.drawing import draw_rows_without_replacement
 from decoding.rules.sampling import HistoryRows, SamplingConfig, adjusted_logits, best_tokens, probabilities
@@ -114,7 +114,8 @@ class ConditionalLogits:
 
     ``base[d]`` predicts the children of the nodes at depth d of every row. With ``bias`` None the logits do not depend
     on drafted tokens. Else only the best ``candidates`` tokens of each slot get a logit, so that few biases are read.
-    ``output_tokens``: the target's token of each output, in increasing order; None if output i is token i.
+    ``output_tokens``: the target's token of each output, in increasing order; None if output i is token i. ``block``:
+    what the bias multiplies; None: the previous token's embedding.
     """
 
     def __init__(
@@ -123,8 +124,9 @@ class ConditionalLogits:
         bias: MarkovBias | None,
         candidates: int,
         output_tokens: Int[Tensor, " outputs"] | None = None,
+        block: BlockBias | None = None,
     ) -> None:
-        self._base, self._bias, self._output_tokens = base, bias, output_tokens
+        self._base, self._bias, self._output_tokens, self._block = base, bias, output_tokens, block
         self._outputs = list[Tensor | None]([None] * len(base))
         if bias is not None and candidates < base.shape[-1]:
             # In increasing order, so that the lowest of equally good tokens is chosen, as in the target.
@@ -135,7 +137,8 @@ class ConditionalLogits:
         found = ChildLogits(self._base[depth], rows.to(self._base.device), self._outputs[depth])
         if self._bias is not None:
             found = found.of_nodes()
-            found = found._replace(logits=self._bias.added_to(found.logits, tokens, found.tokens))
+            factor = None if self._block is None else self._block.factor(depth, rows, tokens)
+            found = found._replace(logits=self._bias.added_to(found.logits, tokens, found.tokens, factor))
         if self._output_tokens is None:
             return found
         if found.tokens is None:

@@ -23,9 +23,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, rot
 
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark_config import REMEDY, DSparkConfig, read_dspark_config
+from decoding.model.dspark_config import REMEDY, DSparkConfig, Sight, read_dspark_config
 from decoding.model.forward import OutputLayer, unscaled_embeddings
-from decoding.model.markov import MarkovBias
+from decoding.model.markov import BlockBias, GatedBias, MarkovBias, RecurrentBias
 from decoding.model.stored import (
     CONFIG_NAME,
     StoredTensor,
@@ -43,10 +43,13 @@ _SPREAD = 0.02
 _OF_FILES = {
     "markov.embedding.weight": "markov_head.markov_w1.weight",
     "markov.output.weight": "markov_head.markov_w2.weight",
+    **{f"markov.{name}": f"markov_head.{name}" for name in ("gate_proj.weight", "gate_proj.bias")},
+    **{f"markov.{name}": f"markov_head.{name}" for name in ("joint_proj.weight", "joint_proj.bias")},
     "confidence.weight": "confidence_head.proj.weight",
     "confidence.bias": "confidence_head.proj.bias",
 }
 """Our tensor names -> the names in files, if different."""
+_BIASES = {"vanilla": MarkovBias, "gated": GatedBias, "rnn": RecurrentBias}
 _MASK = "give a draft whose mask is one of the target's tokens"
 _TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
 """Tensors that some trainers store: copies of target weights, and maps to target ids. Most are not loaded."""
@@ -99,6 +102,17 @@ class _Layer(nn.Module):
         self.mlp = Qwen3MLP(config)
 
 
+def _seen(sight: Sight, mask: Tensor | None, at: Tensor, keys_at: Tensor | None, x: Tensor) -> Tensor | None:
+    """Return the additive mask of a layer's slots (at positions ``at``): ``mask``, and what the layer does not see."""
+    if sight == Sight():
+        return mask
+    assert keys_at is not None, "windows and causal blocks need the keys' positions"
+    before = (at[..., None] - keys_at[:, None])[:, None]  # (batch, 1, slots, keys)
+    hidden = (before >= (sight.window or 1 << 60)) | ((before < 0) & sight.causal)
+    seen = x.new_zeros(hidden.shape) if mask is None else mask
+    return seen.masked_fill(hidden, torch.finfo(seen.dtype).min)
+
+
 Held = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Function (layer index, the block's keys, its values) -> all keys and values to which the block attends."""
 
@@ -117,7 +131,8 @@ class DSparkDraft(nn.Module):
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(width, config.rms_norm_eps)
         rank = config.markov_rank
-        self.markov = MarkovBias(config.vocab_size, config.outputs, rank) if rank else None
+        bias = _BIASES[config.markov_head_type]
+        self.markov = bias(config.vocab_size, config.outputs, rank, width) if rank else None
         read = width + rank * config.confidence_head_with_markov
         self.confidence = nn.Linear(read, 1) if config.enable_confidence_head else None
         for module in self.modules():
@@ -144,11 +159,11 @@ class DSparkDraft(nn.Module):
 
     def rotary(self, positions: Int[Tensor, "batch positions"]) -> tuple[Tensor, Tensor]:
         """Return the cosine and sine of each position's angles, each (batch, positions, dim), in the draft's dtype."""
-        dim = self.config.head_dim
-        frequencies = self.config.rope_theta ** -(torch.arange(0, dim, 2, device=positions.device).float() / dim)
+        frequencies, factor = self.config.frequencies(positions.device)
         angles = positions[..., None].float() * frequencies
         angles = torch.cat((angles, angles), -1)
-        return angles.cos().to(self.fc.weight.dtype), angles.sin().to(self.fc.weight.dtype)
+        both = (angles.cos(), angles.sin()) if factor == 1.0 else (angles.cos() * factor, angles.sin() * factor)
+        return both[0].to(self.fc.weight.dtype), both[1].to(self.fc.weight.dtype)
 
     def text_keys(
         self, states: Float[Tensor, "batch positions taps"], positions: Int[Tensor, "batch positions"]
@@ -163,14 +178,19 @@ class DSparkDraft(nn.Module):
         positions: Int[Tensor, "batch slots"],
         held: Held,
         mask: Tensor | None = None,
+        keys_at: Int[Tensor, "#batch keys"] | None = None,
     ) -> Float[Tensor, "batch slots hidden"]:
-        """Run blocks of tokens; return the input of the target's lm_head. ``mask`` is additive (None: no mask)."""
-        x, rotary = embedded.to(self.fc.weight), self.rotary(positions)
+        """Run blocks of tokens; return the input of the target's lm_head. ``mask`` is additive (None: no mask).
+
+        ``keys_at``: the positions of all keys in ``held``, for layers with a window or a causal block.
+        """
+        x, rotary, sights = embedded.to(self.fc.weight), self.rotary(positions), self.config.sights
+        masks = {sight: _seen(sight, mask, positions, keys_at, x) for sight in set(sights)}
         for index, layer in enumerate(self.layers):
             normed = layer.input_layernorm(x)  # type: ignore[operator]
             attention: Any = layer.self_attn
             keys, values = held(index, *attention.keys_values(normed, rotary))
-            x = x + attention(normed, rotary, keys, values, mask)
+            x = x + attention(normed, rotary, keys, values, masks[sights[index]])
             x = x + layer.mlp(layer.post_attention_layernorm(x))  # type: ignore[operator]
         normed_last: Tensor = self.norm(x)
         return normed_last
@@ -322,7 +342,7 @@ class TextKeys:
                 buffer[layer][index, :, positions] = block.transpose(1, 2)
             return self._keys[layer, :rows, :, :keys], self._values[layer, :rows, :, :keys]
 
-        hidden: Tensor = self._draft(embedded, positions, held, mask)
+        hidden: Tensor = self._draft(embedded, positions, held, mask, torch.arange(keys, device=device)[None])
         return hidden
 
 
@@ -358,6 +378,12 @@ class DSpark:
     def output_tokens(self) -> Int[Tensor, " outputs"] | None:
         """`DSparkDraft.output_tokens`, computed once."""
         return self.draft.output_tokens
+
+    def block_bias(self, hidden: Float[Tensor, "rows slots hidden"], newest: Tensor) -> BlockBias | None:
+        """Return the bias in these blocks if it depends on more than the token before; None otherwise."""
+        if self.draft.markov is None or self.config.markov_head_type == "vanilla":
+            return None
+        return BlockBias(self.draft.markov, hidden, newest, self.config.slots - self.config.block_size)
 
     @cached_property
     def _lm_head(self) -> Tensor:

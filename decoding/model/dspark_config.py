@@ -6,9 +6,16 @@ state before the first layer as 0.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
@@ -19,13 +26,11 @@ ARCHITECTURE, WITHOUT_BIAS = "Qwen3DSparkModel", "DFlashDraftModel"
 _WITH_BIAS = (ARCHITECTURE, "DSparkDraftModel")
 _TAKEN: dict[str, tuple[Any, ...]] = {
     "attention_bias": (None, False),
-    "is_causal": (None, False),
-    "causal": (None, False),
     "use_swa": (None, False),
     "attention_sink_bias": (None, False),
     "attention_value_scale": (None, 1),
     "is_neox_style": (None, True),
-    "markov_head_type": (None, "vanilla"),
+    "partial_rotary_factor": (None, 1.0),
     "hidden_act": (None, "silu"),
 }
 """Settings of other trainers that change the computation, with the values supported here."""
@@ -34,6 +39,16 @@ GPU_HEAD_DIMS = (64, 128)
 """Attention head sizes with kernels in servers, and sizes that also have kernels on GPUs."""
 REMEDY = "give a DSpark or DFlash draft as headstart, DeepSpec, speculators, SpecForge or z-lab write it"
 _THIS_TARGET = "give a draft trained on this target"
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+class Sight(NamedTuple):
+    """What the slots of a layer see: the last ``window`` positions, their own included (None: all before), and later
+    slots of the block unless ``causal``."""
+
+    window: int | None = None
+    causal: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +65,11 @@ class DSparkConfig:
     ``markov_rank`` 0 means no bias (DFlash), and excludes the anchor and the confidence head. ``tree``: the paths of
     ranks drafted by default, empty for a chain. ``draft_vocab_size``: the number of tokens that the draft writes, by
     an lm_head of its own; None: all tokens, by the target's lm_head.
+
+    ``layer_types``: for each layer whether it attends to the whole text or to the last ``sliding_window`` positions;
+    empty: all attend to the whole text. ``is_causal``: whether slots see only the slots before them; None: in sliding
+    layers only. ``rope_scaling``: transformers' ``rope_parameters`` without the base; empty: unscaled.
+    ``markov_head_type``: the class of the bias, see `decoding.model.markov`.
     """
 
     hidden_act: ClassVar[str] = "silu"
@@ -70,22 +90,25 @@ class DSparkConfig:
     sample_from_anchor: bool = True
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
+    rope_scaling: Mapping[str, Any] = field(default_factory=dict)
     max_position_embeddings: int = 2048
     draft_vocab_size: int | None = None
+    layer_types: tuple[str, ...] = ()
+    sliding_window: int | None = None
+    is_causal: bool | None = None
+    markov_head_type: str = "vanilla"
     tree: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if field.type is int:
-                check_whole(field.name, getattr(self, field.name), field.name not in ("mask_token_id", "markov_rank"))
+        for each in fields(self):
+            if each.type is int:
+                check_whole(each.name, getattr(self, each.name), each.name not in ("mask_token_id", "markov_rank"))
         taps = tuple(self.target_layer_ids)
         for tap in taps:
             check_whole("an entry of target_layer_ids", tap, 0)
-        highest = (self.num_target_layers or 1 << 20) - 2
+        highest = (self.num_target_layers or 1 << 20) - 1
         if not taps or list(taps) != sorted(set(taps)) or taps[-1] > highest:
-            raise UserError(
-                f"target_layer_ids is {list(taps)}: give increasing layers from 0 to {highest}, without the last one"
-            )
+            raise UserError(f"target_layer_ids is {list(taps)}: give increasing layers from 0 to {highest}")
         if self.mask_token_id >= self.vocab_size:
             raise UserError(f"mask_token_id is {self.mask_token_id}: give one of the target's {self.vocab_size} tokens")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -108,6 +131,7 @@ class DSparkConfig:
                 raise UserError(
                     f"draft_vocab_size is {self.draft_vocab_size}: give less than the target's {self.vocab_size} tokens"
                 )
+        self._check_attention()
         paths = checked_paths(self.tree, self.outputs)
         deepest = max((len(path) for path in paths), default=0)
         if deepest > self.block_size:
@@ -116,6 +140,62 @@ class DSparkConfig:
             )
         object.__setattr__(self, "target_layer_ids", taps)
         object.__setattr__(self, "tree", paths)
+        slides = _SLIDING in self.layer_types
+        object.__setattr__(self, "layer_types", tuple(self.layer_types) if slides else ())
+        object.__setattr__(self, "sliding_window", self.sliding_window if slides else None)
+        object.__setattr__(self, "is_causal", self.is_causal if slides else self.is_causal or None)
+
+    def _check_attention(self) -> None:
+        """Raise UserError for layers, rotary embeddings and biases that this package cannot compute."""
+        slides = _SLIDING in self.layer_types
+        if set(self.layer_types) - {_FULL, _SLIDING} or (slides and len(self.layer_types) != self.num_hidden_layers):
+            raise UserError(
+                f"layer_types is {list(self.layer_types)}: give {_FULL} or {_SLIDING} for each of the "
+                f"{self.num_hidden_layers} layers"
+            )
+        if slides:
+            check_whole("sliding_window", self.sliding_window)
+        if self.is_causal not in (None, True, False):
+            raise UserError(f"is_causal is {self.is_causal}: give true or false")
+        if self.rope_scaling:
+            kind = self.rope_scaling.get("rope_type")
+            if kind not in ROPE_INIT_FUNCTIONS:
+                raise UserError(f"its rotary embeddings are {kind}: give one of {', '.join(ROPE_INIT_FUNCTIONS)}")
+            try:
+                _ = self._scaled
+            except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+                raise UserError(f"its rotary embeddings are {kind} with missing or wrong settings: {error}") from error
+        if self.markov_head_type not in MARKOV_HEADS:
+            raise UserError(f"markov_head_type is {self.markov_head_type}: give one of {', '.join(MARKOV_HEADS)}")
+
+    @cached_property
+    def _scaled(self) -> tuple[Float[Tensor, " pairs"], float]:
+        """Scaled frequencies of each pair of dimensions, and the factor on sines and cosines.
+
+        Those of ``dynamic`` and ``longrope`` are transformers' for texts within the context of the pretraining.
+        """
+        config = Qwen3Config(
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_position_embeddings,
+            rope_parameters={**self.rope_scaling, "rope_theta": self.rope_theta},
+        )
+        found: tuple[Tensor, float] = ROPE_INIT_FUNCTIONS[self.rope_scaling["rope_type"]](config, torch.device("cpu"))
+        return found
+
+    def frequencies(self, device: torch.device) -> tuple[Float[Tensor, " pairs"], float]:
+        """Return the angle per position of each pair of dimensions, and the factor on sines and cosines."""
+        if self.rope_scaling:
+            scaled, factor = self._scaled
+            return scaled.to(device, non_blocking=True), factor
+        return self.rope_theta ** -(torch.arange(0, self.head_dim, 2, device=device).float() / self.head_dim), 1.0
+
+    @property
+    def sights(self) -> tuple[Sight, ...]:
+        """What each layer's slots see; a window also hides early slots of a long block, as in servers."""
+        sliding = [each == _SLIDING for each in self.layer_types or (_FULL,) * self.num_hidden_layers]
+        causal = [each if self.is_causal is None else self.is_causal for each in sliding]
+        windows = [self.sliding_window if each else None for each in sliding]
+        return tuple(map(Sight, windows, causal))
 
     @property
     def slots(self) -> int:
@@ -135,7 +215,7 @@ class DSparkConfig:
                 raise UserError(
                     f"this draft needs a target whose {name} is {getattr(self, name)}, not {size}: {_THIS_TARGET}"
                 )
-        if (last := self.target_layer_ids[-1]) > (most := target.num_layers - 2):
+        if (last := self.target_layer_ids[-1]) > (most := target.num_layers - 1):
             raise UserError(f"this draft reads layer {last}, but only 0 to {most} can be read: {_THIS_TARGET}")
         if (width := target.model.config.get_text_config(decoder=True).hidden_size) != self.hidden_size:
             raise UserError(
@@ -146,23 +226,25 @@ class DSparkConfig:
         """Return the content of ``config.json`` in the form that vLLM, SGLang and llama.cpp's converter read."""
         own = asdict(self)
         tree = own.pop("tree")
-        theta = own.pop("rope_theta")
-        if self.draft_vocab_size is None:
-            del own["draft_vocab_size"]
+        theta, scaling = own.pop("rope_theta"), own.pop("rope_scaling")
+        for name in ("draft_vocab_size", "sliding_window", "is_causal"):
+            if own[name] is None:
+                del own[name]
         if not self.markov_rank:
             own["block_size"] = self.slots
             own["dflash_config"] = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layer_ids}
+        if scaling:
+            own["rope_scaling"] = scaling  # for readers of transformers 4's keys, like the next
         return {
             "architectures": [ARCHITECTURE if self.markov_rank else WITHOUT_BIAS],
             "model_type": "qwen3",
             **own,
             "rope_theta": theta,  # for readers of transformers 4's keys
-            "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
+            "rope_parameters": {"rope_theta": theta, "rope_type": "default", **scaling},
             "hidden_act": self.hidden_act,
             "attention_bias": False,
             "tie_word_embeddings": False,
-            "layer_types": ["full_attention"] * self.num_hidden_layers,
-            "markov_head_type": "vanilla",
+            "layer_types": self.layer_types or [_FULL] * self.num_hidden_layers,
             "headstart": {"tree": tree},
         }
 
@@ -198,14 +280,12 @@ def _config_of(stored: Mapping[str, Any]) -> DSparkConfig:
         flat |= stored.get(nested) or {}
     if not is_dspark and flat.get("markov_rank"):
         raise UserError(f"markov_rank is {flat['markov_rank']} in a DFlash draft: give 0")
-    rope = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
-    if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
-        raise UserError(f"its rotary embeddings are {kind}")
     for key, values in _TAKEN.items():
         if flat.get(key) not in values:
             raise UserError(f"{key} is {flat[key]}")
-    if set(flat.get("layer_types") or ()) - {"full_attention"}:
-        raise UserError("some of its layers attend to a window")
+    uses, types = flat.get("use_sliding_window"), flat.get("layer_types") or ()
+    if (uses and not types) or (uses is False and _SLIDING in types):
+        raise UserError(f"use_sliding_window is {uses}, but layer_types is {list(types)}")
     if flat.get("draft_vocab_size") == flat.get("vocab_size"):
         flat["draft_vocab_size"] = None
     anchored = flat.get("sample_from_anchor", is_dspark and not of_speculators)
@@ -214,12 +294,36 @@ def _config_of(stored: Mapping[str, Any]) -> DSparkConfig:
             **{field.name: flat[field.name] for field in fields(DSparkConfig) if field.name in flat},
             "target_layer_ids": _taps(flat),
             "sample_from_anchor": anchored,
-            "rope_theta": float(rope.get("rope_theta", flat.get("rope_theta", 10_000.0))),
+            "layer_types": tuple(types),
+            "is_causal": _is_causal(flat, bool(of_speculators)),
+            "markov_head_type": flat.get("markov_head_type") or "vanilla",
+            **_rotary(flat),
             "tree": (stored.get("headstart") or {}).get("tree", ()),
         }
     )
     counts_newest = not config.sample_from_anchor and (bool(of_speculators) or not is_dspark)
     return replace(config, block_size=config.block_size - 1) if counts_newest else config
+
+
+def _is_causal(flat: Mapping[str, Any], of_speculators: bool) -> bool | None:
+    """Return `DSparkConfig.is_causal`. Files of speculators say whether their sliding layers see later slots too."""
+    if of_speculators:
+        return False if flat.get("sliding_window_non_causal") else None
+    given: bool | None = flat.get("causal") if flat.get("is_causal") is None else flat["is_causal"]
+    return given
+
+
+def _rotary(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the base and the scaling of the rotary embeddings, under transformers 5's keys or transformers 4's."""
+    rope = dict(flat.get("rope_parameters") or flat.get("rope_scaling") or {})
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise UserError("its rotary embeddings differ by type of layer")
+    theta = float(rope.pop("rope_theta", None) or flat.get("rope_theta") or DSparkConfig.rope_theta)
+    if (share := rope.pop("partial_rotary_factor", None)) not in (None, 1.0):
+        raise UserError(f"partial_rotary_factor is {share}")
+    older = rope.pop("type", None)
+    kind = rope.pop("rope_type", None) or older or "default"
+    return {"rope_theta": theta, "rope_scaling": {} if kind == "default" else {**rope, "rope_type": kind}}
 
 
 def _taps(flat: Mapping[str, Any]) -> tuple[int, ...]:

@@ -3,8 +3,12 @@
 Heads and DSpark drafts predict several tokens from one state, without knowing the tokens in between. During drafting
 the previous token is known: it is the parent in the tree. Adding the bias W2 W1[previous token] to the logits gives
 each child a distribution conditional on its parent, for one small product per parent. All positions share the bias.
+
+Drafts of speculators may have a bias that also depends on the state of the position (`GatedBias`), or on that and all
+tokens of the block before it (`RecurrentBias`).
 """
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,7 +23,8 @@ class MarkovBias(nn.Module):
     the gradients' size, such as AdamW, learns the bias in proportion to it.
     """
 
-    def __init__(self, tokens: int, outputs: int, rank: int, spread: float = 0.02) -> None:
+    def __init__(self, tokens: int, outputs: int, rank: int, hidden: int = 0, spread: float = 0.02) -> None:
+        """``hidden``: width of the states that subclasses read."""
         super().__init__()
         self.embedding = nn.Embedding(tokens, rank)
         self.output = OutputLayer(rank, outputs, bias=False)
@@ -31,21 +36,86 @@ class MarkovBias(nn.Module):
         bias: Tensor = self.output(self.embedding(before))
         return bias
 
+    def factor(
+        self,
+        before: Int[Tensor, "*nodes"],
+        hidden: Float[Tensor, "*nodes hidden"],
+        memory: Float[Tensor, "*nodes rank"],
+    ) -> tuple[Float[Tensor, "*nodes rank"], Float[Tensor, "*nodes rank"]]:
+        """Return what `output` multiplies after these tokens, and the memory of the next position.
+
+        ``hidden`` is the lm_head's input at the position, and ``memory`` is zero in a block's first slot.
+        """
+        return self.embedding(before), memory
+
     def added_to(
         self,
         logits: Float[Tensor, "*nodes outputs"],
         before: Int[Tensor, "*nodes"],
         outputs: Int[Tensor, "*nodes outputs"] | None = None,
+        factor: Float[Tensor, "*nodes rank"] | None = None,
     ) -> Float[Tensor, "*nodes outputs"]:
         """Return the logits with the bias after these tokens, in the logits' dtype and on their device.
 
-        ``outputs``: the output of each logit; None if the logits are of all outputs.
+        ``outputs``: the output of each logit; None if the logits are of all outputs. ``factor``: see `factor`; None:
+        the tokens' embeddings.
         """
-        before = before.to(self.embedding.weight.device)
+        factor = self.embedding(before.to(self.embedding.weight.device)) if factor is None else factor
         if outputs is not None and outputs.numel() < self.output.out_features:
-            rows = F.embedding(outputs.to(before.device), self.output.weight)
-            bias: Tensor = (rows @ self.embedding(before)[..., None])[..., 0]
+            rows = F.embedding(outputs.to(factor.device), self.output.weight)
+            bias: Tensor = (rows @ factor[..., None])[..., 0]
         else:  # the nodes' own rows of the weight would be larger than the weight
-            bias = self(before)
+            bias = self.output(factor)
             bias = bias if outputs is None else bias.gather(-1, outputs.to(bias.device))
         return logits + bias.to(logits)
+
+
+class GatedBias(MarkovBias):
+    """Bias whose factors are scaled by a gate that reads the position's state and the token's embedding."""
+
+    def __init__(self, tokens: int, outputs: int, rank: int, hidden: int) -> None:
+        super().__init__(tokens, outputs, rank)
+        self.gate_proj = nn.Linear(hidden + rank, rank)
+
+    def factor(self, before: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        embedded = self.embedding(before)
+        return torch.sigmoid(self.gate_proj(torch.cat((hidden.to(embedded), embedded), -1))) * embedded, memory
+
+
+class RecurrentBias(MarkovBias):
+    """Bias from a memory of the block's tokens, which a gate keeps or renews at each position."""
+
+    def __init__(self, tokens: int, outputs: int, rank: int, hidden: int) -> None:
+        super().__init__(tokens, outputs, rank)
+        self.joint_proj = nn.Linear(hidden + 2 * rank, 3 * rank)
+
+    def factor(self, before: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        embedded = self.embedding(before)
+        keep, fresh, read = self.joint_proj(torch.cat((memory, embedded, hidden.to(embedded)), -1)).chunk(3, -1)
+        kept = torch.sigmoid(keep)
+        return torch.tanh(read), kept * memory + (1 - kept) * torch.tanh(fresh)
+
+
+class BlockBias:
+    """What a `GatedBias` or a `RecurrentBias` multiplies at the nodes of one block per row, depth by depth.
+
+    A row has one memory, so a `RecurrentBias` needs chains.
+    """
+
+    def __init__(
+        self, bias: MarkovBias, hidden: Float[Tensor, "rows slots hidden"], newest: Int[Tensor, " rows"], first: int
+    ) -> None:
+        """``newest``: the block's first token. ``first``: the slot of depth 0; slots before it predict nothing."""
+        self._bias, self._hidden, self._first = bias, hidden, first
+        self._memory = bias.output.weight.new_zeros(len(hidden), bias.output.in_features)
+        if first:  # in training the bias ran in all slots
+            _, self._memory = bias.factor(newest, hidden[:, 0], self._memory)
+
+    def factor(
+        self, depth: int, rows: Int[Tensor, " nodes"], before: Int[Tensor, " nodes"]
+    ) -> Float[Tensor, "nodes rank"]:
+        """Return `MarkovBias.factor` of nodes at a depth (from 0) of these rows, after the tokens ``before``."""
+        rows, before = rows.to(self._hidden.device), before.to(self._hidden.device)
+        state = self._hidden[rows, self._first + depth]
+        found, self._memory[rows] = self._bias.factor(before, state, self._memory[rows])
+        return found

@@ -398,13 +398,13 @@ def other_ids(folder: Path) -> None:
 
 COPIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "taps off by one": (config(target_layer_ids=[0, 1]), "target_layer_ids (0, 1), but was trained with (1, 2)"),
-    "the last layer": (config(target_layer_ids=[1, 3]), "without the last one"),
+    "the last layer": (config(target_layer_ids=[1, 3]), "target_layer_ids (1, 3), but was trained with (1, 2)"),
     "another rope": (
         config(rope_parameters={"rope_theta": 5e5, "rope_type": "default"}),
         "rope_theta 500000.0, but was trained with",
     ),
     "mask row": (config(mask_token_id=5), "mask_token_id 5, but was trained with 126"),
-    "causal block": (config(is_causal=True), "is_causal is True"),
+    "causal block": (config(is_causal=True), "is_causal True, but was trained with None"),
     "sample_from_anchor": (config(sample_from_anchor=False), "sample_from_anchor False, but was trained with True"),
     "Markov rows in other ids": (other_ids, "(markov.embedding.weight has the same rows in another order"),
 }

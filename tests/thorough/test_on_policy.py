@@ -216,7 +216,7 @@ def test_what_is_rejected_is_where_the_target_corrected_the_draft(monkeypatch: p
         ((0, 1, 2), (t[4], t[5], t[6])),
         ((0, 1), (t[8], wrong[9])),
     )
-    monkeypatch.setattr("trainer.drafts.job.named_drafter", lambda name, draft, tokens: drafter)
+    monkeypatch.setattr("trainer.drafts.distill.named_drafter", lambda name, draft, tokens: drafter)
     (text,) = writer_of(policy_of(loop=1, temperature=0), ends=()).write(orders_of("loop", 1), draft())
     assert text.answer == t and text.prompt_length == 3
     assert text.rejected == (3 + 2, 3 + 3, 3 + 9)

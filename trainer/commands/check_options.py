@@ -76,7 +76,10 @@ class DoctorOptions:
     ] = None
     drafter: Annotated[
         list[str] | None,
-        Option(metavar=shared.SPEC, help=f"Drafter to check with the target; repeatable; {shared.DRAFTERS}."),
+        Option(
+            metavar=shared.SPEC,
+            help=f"Drafter to check with the target; a DSpark draft also alone; repeatable; {shared.DRAFTERS}.",
+        ),
     ] = None
     dtype: Annotated[
         str, Option(metavar="TYPE", help="Type of the weights in later use: fast, bf16, fp16 or fp32.")

@@ -8,7 +8,6 @@ import torch
 from rich.console import Console
 
 from decoding.dtypes import parse_dtype
-from decoding.errors import UserError
 from decoding.measure.proof.finding import Finding, all_pass
 from trainer.commands.check_options import DoctorOptions
 from trainer.commands.findings import PRINTED, report, say_findings, summary, write_findings
@@ -26,10 +25,13 @@ def run_doctor(options: DoctorOptions, console: Console | None = None) -> bool:
     """
     console = console or standard_output()
     parse_dtype(options.dtype)
-    if options.drafter and options.target is None:
-        raise UserError(f"--drafter {options.drafter[0]} can only be checked with a target: give --target too")
     recipes = OF_ANY
     sections = {"machine": machine_findings(os.environ), "packages": installed_packages()}
+    if options.drafter and options.target is None:
+        from trainer.commands.models import read_specs
+        from trainer.doctor import models
+
+        sections |= {f"drafter {spec}": models.layout_findings(spec) for spec in read_specs(options.drafter)}
     if options.target is not None:
         say(standard_error(), f"reading {options.target} …", style="dim")
         of_models, recipes = _models(options, options.target)

@@ -172,7 +172,8 @@ def run_blocks(
     def held(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return torch.cat((text[layer][0], keys), 2), torch.cat((text[layer][1], values), 2)
 
-    hidden: Tensor = draft(embedded, blocks.positions, held, blocks.mask.to(text[0][0].dtype))
+    keys_at = torch.cat((blocks.text_positions, blocks.positions), 1)
+    hidden: Tensor = draft(embedded, blocks.positions, held, blocks.mask.to(text[0][0].dtype), keys_at)
     return hidden
 
 
@@ -370,11 +371,14 @@ def block_logits(
         labels = labels_of(on_host, blocks, config.slots)
         given = block_inputs(batch, blocks._replace(anchors=part.to(device)), config.slots, config.mask_token_id)
         hidden = run_blocks(draft, states, unscaled_embeddings(dspark.target.model, given.tokens), given)
+        bias = dspark.block_bias(hidden.unflatten(1, (-1, config.slots))[0], batch.tokens[0, part[0].to(device)])
         for depth in range(config.block_size):
             chosen = labels.depths == depth
             before, slots = labels.text[labels.places.of_rows[chosen]].to(device), labels.slots[chosen].to(device)
             lm_head = online.lm_head if draft.lm_head is None else draft.lm_head.weight
             logits = F.linear(flat_rows(hidden, slots).to(lm_head), lm_head)
             if draft.markov is not None:
-                logits = draft.markov.added_to(logits, batch.tokens[0, before])
+                tokens_before = batch.tokens[0, before]
+                factor = None if bias is None else bias.factor(depth, slots // config.slots, tokens_before)
+                logits = draft.markov.added_to(logits, tokens_before, factor=factor)
             yield depth, batch.tokens[0, before + 1], over_vocabulary(logits, dspark.output_tokens, config.vocab_size)

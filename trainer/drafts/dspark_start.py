@@ -20,6 +20,10 @@ from trainer.target.least_squares import fit_states, start_bias
 from trainer.target.loading import OnlineTarget
 from trainer.target.vocabulary import most_frequent_trained
 
+SCALED = ("linear", "yarn")
+"""Scaled rotary embeddings of a target that its drafts take over. llama.cpp cannot scale a draft's in other ways."""
+_UNSCALED = ("rope_theta", "partial_rotary_factor")
+
 
 def initial_dspark(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DraftSection, examples: Sequence[Example]
@@ -63,6 +67,11 @@ def _stored_draft(
     if draft.lm_head is not None:
         draft.lm_head.requires_grad_(False)
     config = draft.config = replace(draft.config, tree=())  # the tree will be fitted again
+    if config.markov_head_type != "vanilla":
+        raise UserError(
+            f"draft.init.from_model, {name}, has a {config.markov_head_type} Markov head, which cannot be trained: "
+            "give a draft with a vanilla one"
+        )
     mask = None if section.mask_token is None else mask_token(tokenizer, target.vocab_size, section.mask_token)
     for key, wanted, found in (
         ("layers", section.layers, config.num_hidden_layers),
@@ -99,6 +108,13 @@ def dspark_config(
     config = target.model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     head_dim = vars(config).get("head_dim") or target.hidden_size // heads
+    rope, taps = rotary_of(target), section.taps or spread_taps(target.num_layers)
+    if max(taps) > target.num_layers - 2:
+        raise UserError(
+            f"draft.dspark.taps is {list(taps)}, but SGLang and llama.cpp cannot read the last layer: give layers from "
+            f"0 to {target.num_layers - 2}"
+        )
+    scaled = rope.get("rope_type") in SCALED and section.rope_theta is None
     return DSparkConfig(
         hidden_size=target.hidden_size,
         intermediate_size=section.intermediate_size
@@ -111,12 +127,13 @@ def dspark_config(
         vocab_size=target.vocab_size,
         block_size=section.block_size,
         mask_token_id=mask_token(tokenizer, target.vocab_size, section.mask_token, used),
-        target_layer_ids=section.taps or spread_taps(target.num_layers),
+        target_layer_ids=taps,
         num_target_layers=target.num_layers,
         markov_rank=section.markov_rank,
         enable_confidence_head=section.markov_rank > 0 if section.confidence is None else section.confidence,
         sample_from_anchor=section.sample_from_anchor,
-        rope_theta=section.rope_theta or rotary_of(target).get("rope_theta") or DSparkConfig.rope_theta,
+        rope_theta=section.rope_theta or rope.get("rope_theta") or DSparkConfig.rope_theta,
+        rope_scaling={key: rope[key] for key in rope if key not in _UNSCALED} if scaled else {},
         rms_norm_eps=section.rms_norm_eps or getattr(config, "rms_norm_eps", None) or DSparkConfig.rms_norm_eps,
         max_position_embeddings=target.max_positions or 1 << 20,
     )

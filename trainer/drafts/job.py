@@ -18,7 +18,7 @@ from decoding.model.hub import local_folder
 from trainer.data.dataset import Dataset
 from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherSource
 from trainer.drafts.dspark import DSparkObjective
-from trainer.drafts.dspark_start import initial_dspark, rotary_of, start_dspark
+from trainer.drafts.dspark_start import SCALED, initial_dspark, rotary_of, start_dspark
 from trainer.drafts.on_policy import policy_source
 from trainer.drafts.start import InitialDraft, initial_draft
 from trainer.job import Job, shared_identity
@@ -63,10 +63,9 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
             process.say(f"evaluations draft chains, as servers do; the finished draft uses a tree of {nodes} here")
         if (size := initial.config.head_dim) not in GPU_HEAD_DIMS:
             process.say(f"warning: the draft's attention heads are {size} wide; on GPUs vLLM and SGLang need 64 or 128")
-        if (kind := rotary_of(target.model).get("rope_type", "default")) != "default":
+        if (kind := rotary_of(target.model).get("rope_type", "default")) not in ("default", *SCALED):
             process.say(
-                f"warning: the target scales its rotary embeddings ({kind}), but DSpark drafts cannot do so here: "
-                "fewer drafted tokens may be accepted in long texts"
+                f"the draft's rotary embeddings are not scaled like the target's ({kind}), for llama.cpp's sake"
             )
     else:
         initial = initial_draft(target.model, target.tokenizer, section, examples, trusted, longest)
@@ -110,6 +109,8 @@ def _identity(
         for name in ("rope_theta", "rms_norm_eps"):  # earlier runs had the defaults under any target
             value = getattr(initial.config, name)
             content["draft"]["dspark"][name] = None if value == getattr(DSparkConfig, name) else value
+        if initial.config.rope_scaling:  # earlier runs had none
+            content["draft"]["dspark"]["rope_scaling"] = dict(initial.config.rope_scaling)
     if section.teacher is not None:
         content["draft"]["teacher"] = {"top_k": section.teacher.top_k, "tail": section.teacher.tail}
     return content

@@ -21,6 +21,10 @@ def stored_draft(folder: Path) -> DSparkDraft:
     stored = stored_weights(folder, "train the draft again")
     dtype = next((tensor.dtype for name, tensor in stored if name == "fc.weight"), torch.float32)
     draft = DSparkDraft.from_pretrained(folder, dtype)
+    if (head := draft.config.markov_head_type) != "vanilla":
+        raise UserError(
+            f"{folder} has a {head} Markov head, which can be decoded here but not exported: serve it as it is"
+        )
     draft.config = served_config(draft.config)
     if not draft.config.enable_confidence_head:
         draft.confidence = None

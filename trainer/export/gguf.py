@@ -113,6 +113,8 @@ def _write_dspark(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
             "the target as --target"
         ) from error
     draft.config.check_fits(target)
+    if draft.config.target_layer_ids[-1] == target.num_layers - 1:
+        raise UserError("the draft reads the target's last layer, which llama.cpp cannot: serve it with vLLM")
     vocabulary, told = vocabulary_of(tokenizer, target.vocab_size, eos_token_ids(target.model, tokenizer))
     metadata, names = {**dspark_metadata(draft.config), **vocabulary}, dspark_names(draft)
     tensors = {names[name]: weight.detach() for name, weight in draft.named_parameters()}
@@ -195,7 +197,7 @@ def write_file(path: Path, metadata: Mapping[str, Any], tensors: Iterable[tuple[
     writer = GGUFWriter(path, metadata["general.architecture"])
     for key, value in metadata.items():
         if isinstance(value, list) and value:  # GGUF cannot store an empty list
-            numbers = GGUFValueType.INT32 if isinstance(value[0], int) else None
+            numbers = GGUFValueType.INT32 if isinstance(value[0], int) and not isinstance(value[0], bool) else None
             writer.add_key_value(key, value, GGUFValueType.ARRAY, sub_type=numbers)
         elif not isinstance(value, list) and key != "general.architecture":
             writer.add_key_value(key, value, _VALUES[value.__class__])

@@ -60,7 +60,9 @@ def metadata_of(model: PreTrainedModel) -> dict[str, Any]:
         )
     if getattr(config, "quantization_config", None) is not None:
         raise UserError("the model is quantised: give the folder of the unquantised model, with --type q8_0")
-    return _keys(MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type]], config, _rope(config))
+    return _keys(
+        MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type]], config, _rope(config.rope_parameters, config.model_type)
+    )
 
 
 def _keys(architecture: str, config: PreTrainedConfig | DSparkConfig, others: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,14 +85,28 @@ def _keys(architecture: str, config: PreTrainedConfig | DSparkConfig, others: Ma
 
 
 def dspark_metadata(config: DSparkConfig) -> dict[str, Any]:
-    """Return GGUF's keys for a DSpark or DFlash draft. llama.cpp numbers the inputs of layers, not their outputs."""
+    """Return GGUF's keys for a DSpark or DFlash draft. llama.cpp numbers the inputs of layers, not their outputs.
+
+    UserError if only some layers are causal, because llama.cpp has one flag for all.
+    """
+    causal = {sight.causal for sight in config.sights}
+    if len(causal) > 1:
+        raise UserError(
+            "blocks are causal in some of the draft's layers and not in others, but llama.cpp treats all layers alike: "
+            f"{_OTHER_PROGRAM}"
+        )
+    rope = {"original_max_position_embeddings": config.max_position_embeddings, **config.rope_scaling}
     own = {
-        "rope.freq_base": config.rope_theta,
+        **_rope({"rope_theta": config.rope_theta, **rope}, "DSpark drafts"),
         "block_size": config.slots,
         "target_layers": [tap + 1 for tap in config.target_layer_ids],
         "sample_from_anchor": config.sample_from_anchor,
         "has_confidence_head": config.enable_confidence_head,
+        "attention.causal": causal.pop(),
     }
+    if config.sliding_window is not None:
+        own["attention.sliding_window"] = config.sliding_window
+        own["attention.sliding_window_pattern"] = [sight.window is not None for sight in config.sights]
     return {**_keys("dflash", config, own), "tokenizer.ggml.mask_token_id": config.mask_token_id}
 
 
@@ -133,14 +149,13 @@ def _head_size(config: PreTrainedConfig | DSparkConfig) -> int:
     return size
 
 
-def _rope(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the keys of the rotary embeddings."""
-    rope = config.rope_parameters
+def _rope(rope: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Return the keys of the rotary embeddings of a model type."""
     kind = rope.get("rope_type", "default")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise UserError(f"the model rotates only {rope['partial_rotary_factor']} of each head: {_OTHER_PROGRAM}")
     base = {"rope.freq_base": float(rope["rope_theta"])}
-    if kind == "default" or (kind == "llama3" and ARCHITECTURES[config.model_type] == MODEL_ARCH.LLAMA):
+    if kind == "default" or (kind == "llama3" and ARCHITECTURES.get(family) == MODEL_ARCH.LLAMA):
         return base
     scaled = {**base, "rope.scaling.type": kind, "rope.scaling.factor": float(rope.get("factor", 1.0))}
     if kind == "linear":
@@ -149,7 +164,7 @@ def _rope(config: PreTrainedConfig) -> dict[str, Any]:
         return {**scaled, "rope.scaling.original_context_length": rope["original_max_position_embeddings"]}
     raise UserError(
         f"the model scales its rotary embeddings by {kind} ({rope}), which this export cannot write for "
-        f"{config.model_type}: {_OTHER_PROGRAM}"
+        f"{family}: {_OTHER_PROGRAM}"
     )
 
 

@@ -119,8 +119,10 @@ class Serving:
 def commands_of(serving: Serving) -> tuple[ServerCommand, ...]:
     """Return the commands of all servers that accept an exported folder; empty if none does."""
     found = list(_SERVERS_OF.get(serving.artefact.format, ()))
-    if _sglang in found and serving.config.get("draft_vocab_size") is not None:
-        found.remove(_sglang)  # it does not read d2t, so it would write other tokens
+    config = serving.config
+    reads_last = (config.get("num_target_layers") or 0) - 1 in config.get("target_layer_ids", ())
+    if _sglang in found and (reads_last or config.get("draft_vocab_size") is not None):
+        found.remove(_sglang)  # it reads no d2t, so it would write other tokens, and no state after the last layer
     return tuple(write(serving) for write in found)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from decoding.errors import UserError
+from decoding.model.dspark_config import DSparkConfig
 from decoding.model.vocabulary import OUTPUT_TOKENS_KEY
 from trainer.files.transformers4 import rope_keys
 
@@ -92,6 +93,38 @@ def misread_keys(whose: str, stored: Mapping[str, Any]) -> list[Trap]:
         for key, value in wanted.items()
         if (taken := config.get(key, defaults.get(key))) != value
     ]
+
+
+def lost_in_servers(config: DSparkConfig, stored: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return what each server gets wrong in a DSpark or DFlash draft whose config.json is ``stored``, in words.
+
+    From the sources of vLLM 0.33, SGLang 0.5.23 and llama.cpp with its converter, read in November 2026; not run.
+    """
+    of_speculators, causal = "speculators_model_type" in stored, [sight.causal for sight in config.sights]
+    as_vllm, as_llama = causal, [not of_speculators and bool(config.is_causal)] * len(causal)
+    if of_speculators and config.markov_rank:
+        as_vllm = [sight.window is not None for sight in config.sights]
+    elif of_speculators:  # one flag for all layers
+        as_vllm = [not stored.get("sliding_window_non_causal", True)] * len(causal)
+    vllm, sglang, llama = list[str](), list[str](), list[str]()
+    for served, lost in ((as_vllm, vllm), (as_llama, llama)):
+        if served != causal:
+            layers = ", ".join(str(i) for i, (a, b) in enumerate(zip(served, causal, strict=True)) if a != b)
+            lost.append(f"other causality than in training in layers {layers}, so fewer tokens are accepted")
+    if config.markov_head_type != "vanilla":
+        for lost in (vllm, llama):
+            lost.append(f"no {config.markov_head_type} Markov head")
+    if of_speculators:
+        sglang.append("no nested config.json")
+        llama += [] if config.markov_rank else ["no nested config.json of DFlash"]
+    if config.draft_vocab_size is not None:
+        sglang.append("no d2t")
+    if config.num_target_layers and config.target_layer_ids[-1] == config.num_target_layers - 1:
+        sglang.append("no states after the last layer")
+        llama.append("no states after the last layer")
+    if (kind := config.rope_scaling.get("rope_type", "default")) not in ("default", "linear", "yarn"):
+        llama.append(f"unscaled rotary embeddings instead of {kind}, so fewer tokens are accepted")
+    return {"vLLM": vllm, "SGLang": sglang, "llama.cpp": llama}
 
 
 def _held(config: Mapping[str, Any], key: str) -> str:

@@ -112,7 +112,7 @@ class DSparkSection(Section):
     intermediate_size: Annotated[int, Field(ge=1)] | None = None
     """Width of the feed-forward layers; None: the target's."""
     rope_theta: Annotated[float, Field(gt=0)] | None = None
-    """Base of the rotary embeddings' wavelengths; None: the target's. Scaled embeddings are not supported."""
+    """Base of the rotary embeddings' wavelengths; None: the target's, with its scaling if that is linear or yarn."""
     rms_norm_eps: Annotated[float, Field(gt=0)] | None = None
     """Epsilon of the norms; None: the target's."""
     markov_rank: Annotated[int, Field(ge=0)] = 256

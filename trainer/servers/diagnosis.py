@@ -5,7 +5,7 @@ through their folders, and acceptance through a saved metrics page. An earlier d
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -105,7 +105,7 @@ def _other_settings(served: Path, trained: Path) -> list[Difference]:
     try:
         for folder, found in ((served, theirs), (trained, ours)):
             if is_dspark_folder(trained):
-                found |= vars(replace(read_dspark_config(folder), tree=()))
+                found |= asdict(replace(read_dspark_config(folder), tree=()))
             else:
                 read = AutoConfig.from_pretrained(folder).get_text_config(decoder=True).to_dict()
                 for key in _COMPARED:  # `type` is the older name of `rope_type`
