@@ -20,8 +20,8 @@ from rich.table import Table
 from trainer.cli import app
 
 BOUNDS = {
-    "product": 25_800,
-    "tests": 26_200,
+    "product": 26_850,
+    "tests": 27_050,
     "benchmarks and scripts": 4_000,
     "words of README and docs": 26_000,
     "commands": 15,
