@@ -252,13 +252,13 @@ def headline(report: Report) -> str:
             gains.setdefault(row["method"], {})[row["setting"]] = row["speedup_of_totals"]
     best = max(gains, key=lambda method: sum(gain["value"] for gain in gains[method].values()))
     trained, machine = report["trained"][best], report["hardware"]
+    target, questions = report["title"].split(" on ")
     place = machine.get("gpu") or f"{machine['cores']} cores of {machine['processor']}"
     return (
         f"**{_estimate(gains[best]['greedy'], '×')} the speed of plain decoding** when greedy, and "
         f"{_estimate(gains[best]['T=1'], '×')} at temperature 1: {text(best)}, on {report['prompts']} prompts of "
-        f"{text(report['title'].partition(' on ')[2])}, after {trained['steps']:,} training steps on "
-        f"{trained['rows']:,} answers of the target to other questions ({text(report['title'].partition(' on ')[0])}, "
-        f"{place})."
+        f"{text(Path(questions).stem)}, after {trained['steps']:,} training steps on {trained['rows']:,} answers of "
+        f"the target to other questions ({text(target)}, {place})."
     )
 
 
@@ -308,10 +308,7 @@ PLACES: dict[str, dict[str, Blocks]] = {
         "README.md": (("stored", stored_sentence),),
     },
     "accepted": {RESULTS: (("accepted", accepted_table), ("gained", gained_table))},
-    "smollm2": {
-        "README.md": (("headline", headline),),
-        RESULTS: (("smollm2", short_table), ("smollm2_tasks", tasks_table)),
-    },
+    "smollm2": {"README.md": (("headline", headline),), RESULTS: (("smollm2", short_table),)},
 }
 """Name of a report -> page -> its marked blocks, each with the function that writes it."""
 PICTURES = {"crossover": crossover_figure}
