@@ -121,26 +121,6 @@ def _gain(row: Report) -> str:
 # --- benchmarks -------------------------------------------------------------------------------------------------------
 
 
-def drafters_table(report: Report) -> str:
-    """Return a row per drafter and peer, and a column per target and setting."""
-    rows = [(name, row) for name, part in report["targets"].items() for row in part["drafters"]["rows"]]
-    found = {(row["method"], name, row["setting"]): row for name, row in rows}
-    places = list(dict.fromkeys((name, setting) for _, name, setting in found))
-
-    def cell(row: Report | None) -> str:
-        if row is None:
-            return NONE
-        kept = _value(row, "tokens_per_pass")
-        return f"{number(row['speedup']['median'])}×" + ("" if kept is None else f" · {number(kept)}")
-
-    methods = dict.fromkeys(method for method, _, _ in found if method != "plain")
-    cells = ([text(method), *(cell(found.get((method, *place))) for place in places)] for method in methods)
-    count = max(part["drafters"]["questions"] for part in report["targets"].values())
-    head = ["", *(f"{text(name)}, {setting}" for name, setting in places)]
-    below = f"Median of paired speed-ups over plain decoding, then tokens per target pass; {count} prompts."
-    return f"{table(head, cells, len(places))}\n\n{below}"
-
-
 def served_table(report: Report) -> str:
     """Return a row per engine, artefact and batch size: equal texts, and the counts of server and this project."""
 
@@ -300,7 +280,6 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "spec_bench": {RESULTS: (("spec_bench", tasks_table),)},
     "spec_bench_sampled": {RESULTS: (("spec_bench_sampled", tasks_table),)},
     "crossover": {RESULTS: (("crossover", conditions),)},
-    "speed": {RESULTS: (("drafters", drafters_table),)},
     "verified": {"docs/how-to/verify.md": (("verified", verified_table),)},
     "served": {"docs/how-to/serving.md": (("served", served_table),)},
     "one_gpu": {
