@@ -224,6 +224,26 @@ def check_greedy(target: CausalLM, drafter: Drafter, count: int = 12) -> None:
     assert text.tokens == naive_greedy(target.model, PROMPTS[0], count, 1.4)
 
 
+def check_static_shapes(target: CausalLM, drafter: Drafter, sampling: SamplingConfig) -> None:
+    """With static shapes a drafter writes the same texts with the same accepted tokens, and some are accepted."""
+    prompts, config = [[3, 1, 4], [5], [9, 2, 6, 5, 3]], DecodingConfig(24, sampling)
+    found = [
+        [
+            (text.tokens, [step.accepted for step in text.steps])
+            for text in Engine(each, drafter).decode(prompts, config, batch_size=2)
+        ]
+        for each in (target, target.with_static("eager"))
+    ]
+    assert found[0] == found[1] and sum(sum(accepted) for _, accepted in found[0]) > 3
+
+
+def check_to_the_last_position(target: CausalLM, drafter: Drafter) -> None:
+    """A text that ends at the last of a target's 80 positions is plain greedy."""
+    prompts = [[1, 2, 3], list(range(16)) * 4]
+    texts = Engine(target, drafter).decode(prompts, DecodingConfig(16), batch_size=2)
+    assert [text.tokens for text in texts] == [naive_greedy(target.model, prompt, 16) for prompt in prompts]
+
+
 def check_text_of_the_seed(target: CausalLM, drafter: Drafter) -> None:
     """Check that sampled verify, which draws once per token from its own stream, writes plain decoding's text."""
     config = DecodingConfig(20, SamplingConfig(1.2, top_p=0.9, repetition_penalty=1.3), SAMPLED_VERIFY, seed=7)

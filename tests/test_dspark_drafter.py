@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafter_checks import Follower, accept_some, check_greedy
+from drafter_checks import Follower, accept_some, check_greedy, check_static_shapes, check_to_the_last_position
 from tiny_dspark import block_logits, logits_after, tiny_dflash, tiny_dspark
 from tiny_models import naive_greedy, tiny_model
 from torch import Tensor
@@ -191,23 +191,12 @@ def test_targets_of_other_families_write_plain_greedy_too(family: str) -> None:
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(1.0)], ids=["greedy", "T=1"])
 def test_static_shapes_write_the_same_texts_with_the_same_counts(deep: CausalLM, sampling: SamplingConfig) -> None:
     drafter = DSparkDrafter(tiny_dspark(deep), tree=((0,), (1,), (2,), (0, 0), (1, 0)))
-    found = [
-        [
-            (text.tokens, [step.accepted for step in text.steps])
-            for text in Engine(target, drafter).decode(
-                [[3, 1, 4], [5], [9, 2, 6, 5, 3]], DecodingConfig(24, sampling), batch_size=2
-            )
-        ]
-        for target in (deep, deep.with_static("eager"))
-    ]
-    assert found[0] == found[1] and sum(sum(accepted) for _, accepted in found[0]) > 3
+    check_static_shapes(deep, drafter, sampling)
 
 
 def test_a_text_to_the_last_of_the_targets_positions_is_drafted_for_to_its_end() -> None:
     target = CausalLM(tiny_model(max_position_embeddings=80))
-    prompts = [[1, 2, 3], list(range(16)) * 4]
-    texts = Engine(target, DSparkDrafter(tiny_dflash(target))).decode(prompts, DecodingConfig(16), batch_size=2)
-    assert [text.tokens for text in texts] == [naive_greedy(target.model, prompt, 16) for prompt in prompts]
+    check_to_the_last_position(target, DSparkDrafter(tiny_dflash(target)))
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

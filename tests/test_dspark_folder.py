@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from changed_folders import with_config, with_tensors
 from drafter_checks import Follower, assert_same
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_dspark import tiny_dflash, tiny_dspark
 from tiny_models import tiny_model
 
@@ -297,7 +298,7 @@ def test_the_folders_of_other_trainers_draft_as_the_same_weights_do_here(
         maps["d2t"] = torch.zeros(16, dtype=torch.int64)
     else:
         del ends["lm_head.weight"]
-    _tensors(lambda tensors: tensors.update(**ends, **maps))(tmp_path)
+    with_tensors(lambda tensors: tensors.update(**ends, **maps))(tmp_path)
     read = DrafterLoader(target).load(parse_drafter(f"dspark:{tmp_path}"))
     assert isinstance(read, DSparkDrafter) and read.draft.config == draft.config
     for sampling in (SamplingConfig(), SamplingConfig(temperature=1.0)):
@@ -305,7 +306,7 @@ def test_the_folders_of_other_trainers_draft_as_the_same_weights_do_here(
         for text in ([3], [3, 1, 4, 1, 5], [3, 1, 4, 1, 5, 9, 2, 6]):
             assert_same(found.propose(text)[0], same_weights.propose(text)[0])
     wrong = torch.tensor([0] * 3 + [2] + [0] * (draft.config.outputs - 4))
-    _tensors(lambda tensors: tensors.update(d2t=wrong))(tmp_path)
+    with_tensors(lambda tensors: tensors.update(d2t=wrong))(tmp_path)
     problem = "contains d2t, but its config has no draft_vocab_size: give a DSpark"
     if draft.lm_head is not None:
         problem = "d2t in .* does not give increasing tokens of the target: give a DSpark"
@@ -327,11 +328,11 @@ def test_copies_of_the_targets_ends_are_left_out_and_others_refused(
 ) -> None:
     tiny_dspark(target).save_pretrained(tmp_path)
     weight = ends_of(target)[name].detach().bfloat16()
-    _tensors(lambda tensors: tensors.update({name: weight.clone()}))(tmp_path)
+    with_tensors(lambda tensors: tensors.update({name: weight.clone()}))(tmp_path)
     assert load_dspark(tmp_path, target).config.block_size == 4
     weight[7] += 1
     for other in (weight, weight[:8]):
-        _tensors(lambda tensors, other=other: tensors.update({name: other.clone()}))(tmp_path)
+        with_tensors(lambda tensors, other=other: tensors.update({name: other.clone()}))(tmp_path)
         with pytest.raises(ValueError, match=f"contains an {name} other than the target's"):
             load_dspark(tmp_path, target)
 
@@ -372,55 +373,41 @@ def test_sizes_that_no_server_loads_are_refused(target: CausalLM, name: str) -> 
     assert "\n" not in str(raised.value)
 
 
-def _config(**changes: object) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-    return change
-
-
-def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
-    def write(folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        save_file(tensors, folder / "model.safetensors")
-
-    return write
-
-
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
-    "sizes that no memory holds": (_config(vocab_size=10**12, markov_rank=10**6), "vocab_size is 1000000000000"),
-    "a layer that is not there": (_config(num_hidden_layers=2), "layers.1"),
-    "another target": (_config(num_target_layers=9), "num_target_layers is 9, not 4"),
-    "a tap beyond": (_config(num_target_layers=None, target_layer_ids=[0, 1, 4]), "reads layer 4, but only 0 to 3"),
-    "a size that is none": (_config(block_size="six"), "does not describe a DSpark draft .*block_size is 'six'"),
-    "half a rope": (_config(rope_parameters={"rope_type": "yarn"}), "are yarn with missing or wrong .*factor"),
-    "another rope": (_config(rope_scaling={"type": "xpos"}, rope_parameters=None), "embeddings are xpos: give one of"),
-    "ropes by layer": (_config(rope_parameters={"full_attention": {"rope_theta": 5e5}}), "differ by type of layer"),
-    "half heads": (_config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
-    "half heads, new": (_config(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25}),
+    "sizes that no memory holds": (with_config(vocab_size=10**12, markov_rank=10**6), "vocab_size is 1000000000000"),
+    "a layer that is not there": (with_config(num_hidden_layers=2), "layers.1"),
+    "another target": (with_config(num_target_layers=9), "num_target_layers is 9, not 4"),
+    "a tap beyond": (with_config(num_target_layers=None, target_layer_ids=[0, 1, 4]), "reads layer 4, but only 0 to 3"),
+    "a size that is none": (with_config(block_size="six"), "does not describe a DSpark draft .*block_size is 'six'"),
+    "half a rope": (with_config(rope_parameters={"rope_type": "yarn"}), "are yarn with missing or wrong .*factor"),
+    "another rope": (
+        with_config(rope_scaling={"type": "xpos"}, rope_parameters=None),
+        "embeddings are xpos: give one of",
+    ),
+    "ropes by layer": (with_config(rope_parameters={"full_attention": {"rope_theta": 5e5}}), "differ by type of layer"),
+    "half heads": (with_config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
+    "half heads, new": (with_config(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25}),
                         "partial_rotary_factor is 0.25"),
-    "windows of no size": (_config(layer_types=["sliding_attention"]), "sliding_window is None"),
-    "other layers": (_config(layer_types=["chunked_attention"]), "layer_types is ['chunked_attention']: give full"),
-    "windows of too few layers": (_config(num_hidden_layers=2, layer_types=["sliding_attention"]),
+    "windows of no size": (with_config(layer_types=["sliding_attention"]), "sliding_window is None"),
+    "other layers": (with_config(layer_types=["chunked_attention"]), "layer_types is ['chunked_attention']: give full"),
+    "windows of too few layers": (with_config(num_hidden_layers=2, layer_types=["sliding_attention"]),
                                   "for each of the 2 layers"),
-    "windows not used": (_config(layer_types=["sliding_attention"], sliding_window=3, use_sliding_window=False),
+    "windows not used": (with_config(layer_types=["sliding_attention"], sliding_window=3, use_sliding_window=False),
                                   "use_sliding_window is False, but layer_types is ['sliding_attention']"),
-    "windows somewhere": (_config(layer_types=None, sliding_window=3, use_sliding_window=True),
+    "windows somewhere": (with_config(layer_types=None, sliding_window=3, use_sliding_window=True),
                           "use_sliding_window is True, but layer_types is []"),
     "a missing size": (lambda folder: (folder / "config.json").write_text('{"architectures": ["Qwen3DSparkModel"]}'),
                        "does not describe a DSpark draft"),
-    "a missing tensor": (_tensors(lambda tensors: tensors.pop("fc.weight")), "fc.weight"),
-    "a tensor too many": (_tensors(lambda tensors: tensors.update(more=torch.ones(2))), "more"),
-    "no number": (_tensors(lambda tensors: tensors["fc.weight"].fill_(torch.nan)), "that are not finite"),
+    "a missing tensor": (with_tensors(lambda tensors: tensors.pop("fc.weight")), "fc.weight"),
+    "a tensor too many": (with_tensors(lambda tensors: tensors.update(more=torch.ones(2))), "more"),
+    "no number": (with_tensors(lambda tensors: tensors["fc.weight"].fill_(torch.nan)), "that are not finite"),
     "a mask": (lambda folder: (folder / "mask_embedding.pt").touch(), "mask_embedding.pt, and separate masks"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "does not contain tensors"),
-    "another architecture": (_config(architectures=["Qwen3ForCausalLM"]), "does not contain a DSpark draft"),
+    "another architecture": (with_config(architectures=["Qwen3ForCausalLM"]), "does not contain a DSpark draft"),
 }  # fmt: skip
 """Also settings of other trainers that change the computation and are not supported here."""
 BROKEN |= {
-    name: (_config(**{name: value}), f"{name} is {value}")
+    name: (with_config(**{name: value}), f"{name} is {value}")
     for name, value in {
         "is_causal": "yes",
         "markov_head_type": "lstm",
@@ -432,10 +419,13 @@ BROKEN |= {
         "is_neox_style": False,
     }.items()
 }
-BROKEN["nested"] = _config(dspark_config={"markov_head_type": "rnn"}), "markov_head.joint_proj.weight is missing"
-BROKEN["DFlash with a bias"] = _config(architectures=["DFlashDraftModel"]), "markov_rank is 3 in a DFlash draft"
-BROKEN["fewer tokens"] = _config(draft_vocab_size=8), "d2t is not a list of 8 whole numbers"
-BROKEN["as many tokens"] = _config(draft_vocab_size=17), "draft_vocab_size is 17: give less than the target's 16 tokens"
+BROKEN["nested"] = with_config(dspark_config={"markov_head_type": "rnn"}), "markov_head.joint_proj.weight is missing"
+BROKEN["DFlash with a bias"] = with_config(architectures=["DFlashDraftModel"]), "markov_rank is 3 in a DFlash draft"
+BROKEN["fewer tokens"] = with_config(draft_vocab_size=8), "d2t is not a list of 8 whole numbers"
+BROKEN["as many tokens"] = (
+    with_config(draft_vocab_size=17),
+    "draft_vocab_size is 17: give less than the target's 16 tokens",
+)
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -65,7 +65,7 @@ def test_a_draft_has_the_targets_rotary_base_and_epsilon_in_every_format(
     family: str, changes: dict[str, Any], section: dict[str, Any], theta: float, eps: float, scaled: Any, tmp_path: Path
 ) -> None:
     pytest.importorskip("gguf", reason="a server's format is an optional extra")
-    from trainer.export.gguf_vocabulary import dspark_metadata
+    from trainer.export.gguf_names import dspark_metadata
 
     draft = started(tiny_model(family, num_hidden_layers=3, layer_types=None, **changes), **section)
     draft.save_pretrained(tmp_path)

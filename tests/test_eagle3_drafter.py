@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from drafter_checks import TREE, Follower, accept_some, check_greedy
+from drafter_checks import TREE, Follower, accept_some, check_greedy, check_static_shapes, check_to_the_last_position
 from tiny_eagle3 import logits_after, tiny_eagle3
-from tiny_models import naive_greedy, tiny_model
+from tiny_models import tiny_model
 from torch import Tensor
 
 from decoding.drafters import Drafter, Eagle3Drafter, Eagle3TreeDrafter
@@ -164,23 +164,12 @@ def test_static_shapes_write_the_same_texts_with_the_same_counts(
     deep: CausalLM, sampling: SamplingConfig, drafter_of: Callable[[Eagle3Draft], Drafter]
 ) -> None:
     drafter = drafter_of(tiny_eagle3(deep))
-    found = [
-        [
-            (text.tokens, [step.accepted for step in text.steps])
-            for text in Engine(target, drafter).decode(
-                [[3, 1, 4], [5], [9, 2, 6, 5, 3]], DecodingConfig(24, sampling), batch_size=2
-            )
-        ]
-        for target in (deep, deep.with_static("eager"))
-    ]
-    assert found[0] == found[1] and sum(sum(accepted) for _, accepted in found[0]) > 3
+    check_static_shapes(deep, drafter, sampling)
 
 
 def test_a_text_to_the_last_of_the_targets_positions_is_drafted_for_to_its_end() -> None:
     target = CausalLM(tiny_model(max_position_embeddings=80))
-    prompts = [[1, 2, 3], list(range(16)) * 4]
-    texts = Engine(target, Eagle3Drafter(tiny_eagle3(target), 6)).decode(prompts, DecodingConfig(16), batch_size=2)
-    assert [text.tokens for text in texts] == [naive_greedy(target.model, prompt, 16) for prompt in prompts]
+    check_to_the_last_position(target, Eagle3Drafter(tiny_eagle3(target), 6))
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from changed_folders import with_config, with_tensors
 from drafter_checks import Follower, assert_same
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_eagle3 import tiny_eagle3
 from tiny_models import tiny_model
 
@@ -207,7 +208,7 @@ def test_the_folders_of_other_trainers_draft_as_the_same_weights_do_here(
         tensors.update({"embed_tokens.weight": embedding, "t2d": torch.ones(16, dtype=torch.bool)})
 
     if "speculators" in name:
-        _tensors(as_speculators)(tmp_path)
+        with_tensors(as_speculators)(tmp_path)
     read = load_eagle3(tmp_path, target)
     assert read.config == draft.config
     for sampling in (SamplingConfig(), SamplingConfig(1.0)):
@@ -219,84 +220,76 @@ def test_the_folders_of_other_trainers_draft_as_the_same_weights_do_here(
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def _config(**changes: object) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-    return change
-
-
-def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
-    def write(folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        save_file(tensors, folder / "model.safetensors")
-
-    return write
-
-
 def _pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
 NESTED = {key: value for key, value in SPECULATORS.items() if key != "norm_before_residual"}
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
-    "two layers": (_config(num_hidden_layers=2), "num_hidden_layers is 2"),
-    "another style": (_config(architectures=["Eagle3DeepseekV2ForCausalLM"]), "not Llama's but of Eagle3DeepseekV2"),
+    "two layers": (with_config(num_hidden_layers=2), "num_hidden_layers is 2"),
+    "another style": (
+        with_config(architectures=["Eagle3DeepseekV2ForCausalLM"]),
+        "not Llama's but of Eagle3DeepseekV2",
+    ),
     "another nested style": (
-        _config(transformer_layer_config={"model_type": "qwen3"}, norm_before_residual=False),
+        with_config(transformer_layer_config={"model_type": "qwen3"}, norm_before_residual=False),
         "its layer is not Llama's but of qwen3",
     ),
-    "a window": (_config(layer_types=["sliding_attention"]), "its layer attends to a window"),
-    "another rope": (_config(rope_parameters={"rope_type": "longrope"}), "its rotary embeddings are longrope"),
-    "a rope without its factor": (_config(rope_parameters={"rope_type": "linear"}), "factor"),
-    "a partial rope": (_config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
+    "a window": (with_config(layer_types=["sliding_attention"]), "its layer attends to a window"),
+    "another rope": (with_config(rope_parameters={"rope_type": "longrope"}), "its rotary embeddings are longrope"),
+    "a rope without its factor": (with_config(rope_parameters={"rope_type": "linear"}), "factor"),
+    "a partial rope": (with_config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
     "a partial rope within": (
-        _config(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
+        with_config(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
         "partial_rotary_factor is 0.5",
     ),
-    "biases": (_config(attention_bias=True), "attention_bias is True"),
-    "another width": (_config(target_hidden_size=32), "it is 16 wide for a target 32 wide"),
-    "no taps": (_config(eagle_config={"use_aux_hidden_state": False}), "reads no states between the target's layers"),
+    "biases": (with_config(attention_bias=True), "attention_bias is True"),
+    "another width": (with_config(target_hidden_size=32), "it is 16 wide for a target 32 wide"),
+    "no taps": (
+        with_config(eagle_config={"use_aux_hidden_state": False}),
+        "reads no states between the target's layers",
+    ),
     "ambiguous taps": (
-        _config(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 3, 6]}),
+        with_config(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 3, 6]}),
         "eagle_config names the layers [0, 3, 6], which servers number in different ways",
     ),
-    "both norms": (_config(norm_before_fc=True, fc_norm=True), "norm_before_fc and fc_norm are both true"),
-    "a flag that is none": (_config(norm_output=1), "norm_output is 1: give true or false"),
+    "both norms": (with_config(norm_before_fc=True, fc_norm=True), "norm_before_fc and fc_norm are both true"),
+    "a flag that is none": (with_config(norm_output=1), "norm_output is 1: give true or false"),
     "a nested one without the flag": (
         lambda folder: (folder / "config.json").write_text(json.dumps(NESTED)),
         "norm_before_residual is missing, for which servers have different defaults",
     ),
-    "falling taps": (_config(eagle_aux_hidden_state_layer_ids=[5, 4, 2]), "[4, 3, 1]: give increasing layers"),
-    "the embedding's output": (_config(eagle_aux_hidden_state_layer_ids=[0, 4, 5]), "target_layer_ids is -1"),
-    "a tap that is none": (_config(eagle_aux_hidden_state_layer_ids=["2"]), "does not describe an EAGLE-3 draft"),
-    "a tap beyond": (_config(eagle_aux_hidden_state_layer_ids=[2, 4, 8]), "reads layer 7, but only 0 to 6 can be read"),
-    "fewer taps": (_config(num_aux_hidden_states=2), "num_aux_hidden_states is 2, but it names 3 layers"),
-    "fc of other taps": (_config(eagle_aux_hidden_state_layer_ids=[2, 4]), "fc.weight is (16, 48), not (16, 32)"),
-    "another target": (_config(vocab_size=32), "a target whose vocab_size is 32, not 16"),
-    "sizes that no memory holds": (_config(intermediate_size=10**12), "size mismatch, midlayer.mlp.gate_proj"),
-    "a size that is none": (_config(hidden_size="wide"), "does not describe an EAGLE-3 draft"),
+    "falling taps": (with_config(eagle_aux_hidden_state_layer_ids=[5, 4, 2]), "[4, 3, 1]: give increasing layers"),
+    "the embedding's output": (with_config(eagle_aux_hidden_state_layer_ids=[0, 4, 5]), "target_layer_ids is -1"),
+    "a tap that is none": (with_config(eagle_aux_hidden_state_layer_ids=["2"]), "does not describe an EAGLE-3 draft"),
+    "a tap beyond": (
+        with_config(eagle_aux_hidden_state_layer_ids=[2, 4, 8]),
+        "reads layer 7, but only 0 to 6 can be read",
+    ),
+    "fewer taps": (with_config(num_aux_hidden_states=2), "num_aux_hidden_states is 2, but it names 3 layers"),
+    "fc of other taps": (with_config(eagle_aux_hidden_state_layer_ids=[2, 4]), "fc.weight is (16, 48), not (16, 32)"),
+    "another target": (with_config(vocab_size=32), "a target whose vocab_size is 32, not 16"),
+    "sizes that no memory holds": (with_config(intermediate_size=10**12), "size mismatch, midlayer.mlp.gate_proj"),
+    "a size that is none": (with_config(hidden_size="wide"), "does not describe an EAGLE-3 draft"),
     "a missing size": (
         lambda folder: (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}'),
         "hidden_size",
     ),
-    "more tokens than the target": (_config(draft_vocab_size=17), "draft_vocab_size is 17: give at most the 16"),
-    "other tokens": (_config(draft_vocab_size=6), "d2t is not a list of 6 whole numbers"),
-    "no map": (_tensors(lambda tensors: tensors.pop("d2t")), "d2t is not a list of 5 whole numbers"),
+    "more tokens than the target": (with_config(draft_vocab_size=17), "draft_vocab_size is 17: give at most the 16"),
+    "other tokens": (with_config(draft_vocab_size=6), "d2t is not a list of 6 whole numbers"),
+    "no map": (with_tensors(lambda tensors: tensors.pop("d2t")), "d2t is not a list of 5 whole numbers"),
     "a map of ids": (
-        _tensors(lambda tensors: tensors.update(d2t=torch.tensor([0, 2, 3, 5, 15]))),
+        with_tensors(lambda tensors: tensors.update(d2t=torch.tensor([0, 2, 3, 5, 15]))),
         "does not give increasing tokens of the target",
     ),
-    "a missing tensor": (_tensors(lambda tensors: tensors.pop("lm_head.weight")), "lm_head.weight is missing"),
+    "a missing tensor": (with_tensors(lambda tensors: tensors.pop("lm_head.weight")), "lm_head.weight is missing"),
     "norms of queries": (
-        _tensors(lambda tensors: tensors.update({"midlayer.self_attn.q_norm.weight": torch.ones(8)})),
+        with_tensors(lambda tensors: tensors.update({"midlayer.self_attn.q_norm.weight": torch.ones(8)})),
         "midlayer.self_attn.q_norm.weight is unknown",
     ),
-    "no number": (_tensors(lambda tensors: tensors["fc.weight"].fill_(torch.nan)), "that are not finite"),
+    "no number": (with_tensors(lambda tensors: tensors["fc.weight"].fill_(torch.nan)), "that are not finite"),
     "another embedding": (
-        _tensors(lambda tensors: tensors.update({"embed_tokens.weight": torch.ones(16, 16)})),
+        with_tensors(lambda tensors: tensors.update({"embed_tokens.weight": torch.ones(16, 16)})),
         "contains an embed_tokens.weight other than the target's",
     ),
     "pickled weights": (_pickled, "lacks .safetensors files: convert its weights (pickled ones are not loaded)"),
@@ -304,7 +297,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:999]),
         "cannot be read as safetensors",
     ),
-    "another architecture": (_config(architectures=["LlamaForCausalLM"]), "does not contain an EAGLE-3 draft"),
+    "another architecture": (with_config(architectures=["LlamaForCausalLM"]), "does not contain an EAGLE-3 draft"),
 }
 
 

@@ -34,7 +34,8 @@ from trainer.export.card import target_argument
 from trainer.export.companions import published_provenance, target_of
 from trainer.export.exporter import export
 from trainer.export.gguf import readers, write_file
-from trainer.export.gguf_vocabulary import metadata_of, tensors_of, vocabulary_of
+from trainer.export.gguf_names import metadata_of, tensors_of
+from trainer.export.gguf_vocabulary import vocabulary_of
 from trainer.export.serve import Serving, commands_of
 from trainer.export.task import Artefact, ExportTask
 

@@ -29,6 +29,7 @@ from decoding.model.markov import BlockBias, GatedBias, MarkovBias, RecurrentBia
 from decoding.model.stored import (
     CONFIG_NAME,
     StoredTensor,
+    check_copies,
     check_finite,
     check_tensors,
     read_weights,
@@ -252,19 +253,12 @@ def check_ends(folder: Path, target: CausalLM) -> None:
         "embed_tokens.weight": target.model.get_input_embeddings(),
         "lm_head.weight": target.model.get_output_embeddings(),
     }
-    header = weights_header(folder, REMEDY)
-    if header.keys().isdisjoint(_TARGETS_OWN):
-        return
-    for name, tensor in stored_weights(folder, REMEDY):
-        if name == "d2t" and tensor.any() and not reduced:
+    if not reduced and "d2t" in weights_header(folder, REMEDY):
+        differences = next(tensor for name, tensor in stored_weights(folder, REMEDY) if name == "d2t")
+        if differences.any():
             raise UserError(f"{folder} contains d2t, but its config has no draft_vocab_size: {REMEDY}")
-        if name not in ends or (reduced and name in _OF_REDUCED):
-            continue
-        own = ends[name].weight.detach()
-        if tensor.shape != own.shape or not torch.allclose(tensor.to(own), own, rtol=2**-7, atol=1e-6):
-            raise UserError(
-                f"{folder} contains an {name} other than the target's: give a draft that uses the target's weights"
-            )
+    copies = {name: layer.weight for name, layer in ends.items() if not (reduced and name in _OF_REDUCED)}
+    check_copies(folder, copies, REMEDY)
 
 
 def _stored_shapes(config: DSparkConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -26,11 +26,11 @@ from decoding.model.forward import OutputLayer
 from decoding.model.stored import (
     CONFIG_NAME,
     StoredTensor,
+    check_copies,
     check_finite,
     check_tensors,
     has_weights,
     read_weights,
-    stored_weights,
     weights_header,
     write_weights,
 )
@@ -222,15 +222,8 @@ def read_described(folder: Path) -> tuple[Eagle3Config, dict[str, StoredTensor]]
 
 def check_embedding(folder: Path, target: CausalLM) -> None:
     """Raise UserError if a folder's embedding differs from the target's by more than rounding."""
-    if _EMBEDDING not in weights_header(folder, REMEDY):
-        return
     embedding: Any = target.model.get_input_embeddings()
-    own = embedding.weight.detach()
-    stored = next(tensor for name, tensor in stored_weights(folder, REMEDY) if name == _EMBEDDING)
-    if stored.shape != own.shape or not torch.allclose(stored.to(own), own, rtol=2**-7, atol=1e-6):
-        raise UserError(
-            f"{folder} contains an {_EMBEDDING} other than the target's: give a draft that uses the target's embedding"
-        )
+    check_copies(folder, {_EMBEDDING: embedding.weight}, REMEDY)
 
 
 def _shapes(config: Eagle3Config) -> Iterator[tuple[str, tuple[int, ...]]]:

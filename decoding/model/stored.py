@@ -235,6 +235,20 @@ def check_finite(tensors: Mapping[str, Tensor], what: str, remedy: str) -> None:
         )
 
 
+def check_copies(folder: Path, of_target: Mapping[str, Tensor], remedy: str) -> None:
+    """Raise UserError if a stored tensor of one of these names differs from the target's by more than rounding."""
+    if weights_header(folder, remedy).keys().isdisjoint(of_target):
+        return
+    for name, tensor in stored_weights(folder, remedy):
+        if name not in of_target:
+            continue
+        own = of_target[name].detach()
+        if tensor.shape != own.shape or not torch.allclose(tensor.to(own), own, rtol=2**-7, atol=1e-6):
+            raise UserError(
+                f"{folder} contains an {name} other than the target's: give a draft that uses the target's weights"
+            )
+
+
 def _count_non_finite(tensor: Tensor) -> int:
     narrow = tensor.is_floating_point() and tensor.itemsize == 1  # torch lacks isfinite for 8-bit floats
     pieces = tensor.detach().reshape(-1).split(_PIECE)

@@ -40,7 +40,8 @@ from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary, wi
 from trainer.export.companions import chain_length
 from trainer.export.draft import describe_model, probe_logits
 from trainer.export.dspark import describe_dspark, served_config, stored_draft
-from trainer.export.gguf_vocabulary import dspark_metadata, dspark_names, metadata_of, tensors_of, vocabulary_of
+from trainer.export.gguf_names import dspark_metadata, dspark_names, metadata_of, tensors_of
+from trainer.export.gguf_vocabulary import vocabulary_of
 from trainer.export.readback import Readers
 from trainer.export.task import DSPARK, Artefact, ExportTask, kind_held_in
 

@@ -1,4 +1,4 @@
-"""A model and its tokenizer as llama.cpp names them: GGUF keys for sizes, tensors in its layout, and a vocabulary.
+"""A tokenizer as GGUF metadata, for llama.cpp to split texts as the model's tokenizer does.
 
 llama.cpp has its own splitting code. It picks a byte-level BPE by the name of its pre-tokenizer; a sentencepiece-like
 BPE merges by scores. A tokenizer that llama.cpp would not reproduce is rejected: the file would load, but texts would
@@ -7,172 +7,14 @@ be split in ways that the model never saw in training.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, TokenType, get_tensor_name_map
-from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from gguf import TokenType
+from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
-from decoding.model.architecture import shortest_window
-from decoding.model.dspark import DSparkDraft
-from decoding.model.dspark_config import DSparkConfig
 from trainer.data.marks import replace_marks
-
-ARCHITECTURES = {
-    "llama": MODEL_ARCH.LLAMA,
-    "mistral": MODEL_ARCH.LLAMA,
-    "qwen2": MODEL_ARCH.QWEN2,
-    "qwen3": MODEL_ARCH.QWEN3,
-}
-"""Model type -> llama.cpp's architecture, if llama.cpp has exactly one name for each tensor of the model."""
-_OF_DSPARK = {
-    "fc": "fc",
-    "hidden_norm": "enc.output_norm",
-    "markov.embedding": "markov_w1",
-    "markov.output": "markov_w2",
-    "confidence": "conf_proj",
-    "lm_head": "output",
-}
-"""Our name of a DSpark draft's tensor -> llama.cpp's. The other tensors have the names of a Qwen3."""
-_YARN_UNWRITTEN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-"""Settings of yarn that are not written. llama.cpp and transformers share their defaults; other values are rejected."""
-_OTHER_PROGRAM = "serve it with a program that reads transformers folders, such as vLLM"
-
-
-def metadata_of(model: PreTrainedModel) -> dict[str, Any]:
-    """Return GGUF's keys for the model's sizes and rotary embeddings; UserError if llama.cpp would misread it."""
-    config = model.config
-    if config.model_type not in ARCHITECTURES:
-        raise UserError(
-            f"the model's type is {config.model_type}, but only {', '.join(ARCHITECTURES)} can be written as GGUF: "
-            "convert it with llama.cpp's convert_hf_to_gguf.py"
-        )
-    if config.hidden_act != "silu":
-        raise UserError(f"hidden_act is {config.hidden_act}, but llama.cpp computes silu: {_OTHER_PROGRAM}")
-    if (window := shortest_window(config)) is not None:
-        raise UserError(
-            f"the model attends to a window of {window} tokens, but llama.cpp would attend to all: in config.json set "
-            f"sliding_window to null and max_position_embeddings to at most {window}"
-        )
-    if getattr(config, "quantization_config", None) is not None:
-        raise UserError("the model is quantised: give the folder of the unquantised model, with --type q8_0")
-    return _keys(
-        MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type]], config, _rope(config.rope_parameters, config.model_type)
-    )
-
-
-def _keys(architecture: str, config: PreTrainedConfig | DSparkConfig, others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that every model has, plus ``others``."""
-    sizes = {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": _head_size(config),
-        "attention.value_length": _head_size(config),
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "vocab_size": config.vocab_size,
-        "rope.dimension_count": _head_size(config),
-        **others,
-    }
-    return {"general.architecture": architecture, **{f"{architecture}.{key}": held for key, held in sizes.items()}}
-
-
-def dspark_metadata(config: DSparkConfig) -> dict[str, Any]:
-    """Return GGUF's keys for a DSpark or DFlash draft. llama.cpp numbers the inputs of layers, not their outputs.
-
-    UserError if only some layers are causal, because llama.cpp has one flag for all.
-    """
-    causal = {sight.causal for sight in config.sights}
-    if len(causal) > 1:
-        raise UserError(
-            "blocks are causal in some of the draft's layers and not in others, but llama.cpp treats all layers alike: "
-            f"{_OTHER_PROGRAM}"
-        )
-    rope = {"original_max_position_embeddings": config.max_position_embeddings, **config.rope_scaling}
-    own = {
-        **_rope({"rope_theta": config.rope_theta, **rope}, "DSpark drafts"),
-        "block_size": config.slots,
-        "target_layers": [tap + 1 for tap in config.target_layer_ids],
-        "sample_from_anchor": config.sample_from_anchor,
-        "has_confidence_head": config.enable_confidence_head,
-        "attention.causal": causal.pop(),
-    }
-    if config.sliding_window is not None:
-        own["attention.sliding_window"] = config.sliding_window
-        own["attention.sliding_window_pattern"] = [sight.window is not None for sight in config.sights]
-    return {**_keys("dflash", config, own), "tokenizer.ggml.mask_token_id": config.mask_token_id}
-
-
-def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and values of each tensor, in the stored dtype and in llama.cpp's layout.
-
-    A tied lm_head is omitted, and llama.cpp then uses the embeddings.
-    """
-    config = model.config
-    architecture = ARCHITECTURES[config.model_type]
-    names = get_tensor_name_map(architecture, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        stem, _, suffix = name.rpartition(".")
-        theirs = names.get_name(stem)
-        if theirs is None or suffix not in ("weight", "bias"):
-            raise UserError(f"llama.cpp's {config.model_type} cannot store the tensor {name}: {_OTHER_PROGRAM}")
-        values = tensor.detach().cpu()
-        if architecture == MODEL_ARCH.LLAMA and ".q_proj." in name:
-            values = _interleaved(values, config.num_attention_heads)
-        if architecture == MODEL_ARCH.LLAMA and ".k_proj." in name:
-            values = _interleaved(values, config.num_key_value_heads)
-        yield f"{theirs}.{suffix}", values
-    if config.rope_parameters.get("rope_type") == "llama3":  # llama.cpp divides the frequencies by these
-        size = _head_size(config)
-        unscaled: Tensor = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
-        yield "rope_freqs.weight", unscaled / ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
-
-
-def dspark_names(draft: DSparkDraft) -> dict[str, str]:
-    """Map the names of a draft's weights to llama.cpp's. Unlike for Llama, rows of q and k keep transformers' order."""
-    names = get_tensor_name_map(MODEL_ARCH.QWEN3, draft.config.num_hidden_layers)
-    stems = [(name, *name.rpartition(".")[::2]) for name, _ in draft.named_parameters()]
-    return {name: f"{_OF_DSPARK.get(stem) or names.get_name(f'model.{stem}')}.{suffix}" for name, stem, suffix in stems}
-
-
-def _head_size(config: PreTrainedConfig | DSparkConfig) -> int:
-    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return size
-
-
-def _rope(rope: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Return the keys of the rotary embeddings of a model type."""
-    kind = rope.get("rope_type", "default")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UserError(f"the model rotates only {rope['partial_rotary_factor']} of each head: {_OTHER_PROGRAM}")
-    base = {"rope.freq_base": float(rope["rope_theta"])}
-    if kind == "default" or (kind == "llama3" and ARCHITECTURES.get(family) == MODEL_ARCH.LLAMA):
-        return base
-    scaled = {**base, "rope.scaling.type": kind, "rope.scaling.factor": float(rope.get("factor", 1.0))}
-    if kind == "linear":
-        return scaled
-    if kind == "yarn" and not any(rope.get(key) is not None for key in _YARN_UNWRITTEN):
-        return {**scaled, "rope.scaling.original_context_length": rope["original_max_position_embeddings"]}
-    raise UserError(
-        f"the model scales its rotary embeddings by {kind} ({rope}), which this export cannot write for "
-        f"{family}: {_OTHER_PROGRAM}"
-    )
-
-
-def _interleaved(rows: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of q or k: transformers rotates row i with i + half a head, llama.cpp's Llama with i + 1."""
-    halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
-    return halves.transpose(1, 2).reshape(rows.shape)
-
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """The pattern of ``ByteLevel`` with ``use_regex`` in the package tokenizers."""
