@@ -83,7 +83,7 @@ class Measurement:
         if self.rank == 0 and self.records.cost_curve is None:
             lengths = map(len, self._first_turns(cells_of(self.config)[0]))
             half_written = round(fmean(lengths) + self.config.max_new_tokens / 2)
-            self.records.add({"cost_curve": measure_costs(self.target, prefix=half_written).target_pass})
+            self.records.add({"cost_curve": measure_costs(self.target, prefix=half_written)})
 
     def total(self) -> int:
         """Count the remaining runs of this process's share, including later turns that may prove too long."""

@@ -186,7 +186,7 @@ def recipe_of(options: RealignOptions, positions: int = 1 << 30) -> DraftRecipe:
             "heldout": str(answers_to(options.output / _CHOOSING)),
             "max_length": min(positions - options.max_new_tokens, max(_SEQUENCE_TOKENS, 2 * options.max_new_tokens)),
         },
-        "draft": {**draft, "init": {"from_model": options.draft}, "check_costs": False},  # the draft is already in use
+        "draft": {**draft, "init": {"from_model": options.draft}},
         "training": {"steps": options.steps, "batch_size": 16, "micro_batch_size": 4},
         "evaluation": {
             "every": every,

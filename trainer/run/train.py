@@ -47,8 +47,8 @@ from trainer.terminal.console import standard_error
 def assemble(recipe: AnyRecipe, device: torch.device, process: Process, begins: bool = False) -> Job:
     """Load and check everything that the recipe names, and write the missing part of its `store`.
 
-    Every process calls this. ``begins``: no weights of an earlier start will be loaded. Then first weights are fitted
-    to the target, and UserError is raised for a draft too slow here to ever pay, unless the recipe switches that off.
+    Every process calls this. ``begins``: no weights of an earlier start will be loaded, so first weights are fitted to
+    the target.
     """
     if isinstance(recipe, MedusaRecipe):
         return assemble_heads(recipe, device, process, begins)
