@@ -56,8 +56,6 @@ class Chains(HostileDrafter):
     def open_text(self, *args: Any) -> Any:
         return self if self._share != "half" else super().open_text(*args)
 
-    def observe(self, *args: Any) -> None: ...
-
     def propose(self, request: Any) -> Any:
         """Propose the right continuation, or one without a right token."""
         tokens = list(request.tokens)
@@ -259,8 +257,6 @@ class Drawing(TextDrafter):
     def open_text(self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int) -> Any:
         self._source = start.source
         return self
-
-    def observe(self, *args: Any) -> None: ...
 
     def propose(self, request: DraftRequest) -> Proposal:
         drawn = [self._source.draw(self._q) for _ in range(request.max_depth)]
