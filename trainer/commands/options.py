@@ -268,10 +268,6 @@ class RegenerateOptions(shared.LoadingOptions):
         int | None, Option(min=1, help="Longest answer in tokens; by default 2,048, or half of a shorter context.")
     ] = None
     seed: shared.Seed = 0
-    keep_truncated: Annotated[
-        bool,
-        Option("--keep-truncated/--drop-truncated", help="Keep answers that --max-new-tokens cut off.", hidden=True),
-    ] = True
     drafter: Annotated[
         str | None,
         Option(metavar=shared.SPEC, help=f"Drafter that speeds up a target in this process; {shared.DRAFTERS}."),
