@@ -8,7 +8,7 @@ from decoding.measure.figures import PLAIN, TRANSFORMERS
 from decoding.measure.methods import Method, Run
 from decoding.measure.records import GridCell, Record, Records
 from decoding.measure.results import Figure, Quartiles, Report, ReportRow, SameTexts, TimeSplit, figure_of, quartiles_of
-from decoding.metrics import StepCount, acceptance, predicted_speedup, ratio_of_rates, ratio_of_sums, spread
+from decoding.metrics import StepCount, acceptance, predicted_speedup, ratio_of_rates, ratio_of_sums
 from decoding.model.cost_curve import pass_over
 
 
@@ -147,7 +147,7 @@ def _of_pairs(mine: Sequence[Record], other: Sequence[Record], with_prefill: boo
         other_tokens, other_seconds = pairs.get(_repetition(record), (0.0, 0.0))
         if min(tokens, seconds, other_tokens, other_seconds) > 0:
             ratios.append(tokens / seconds / (other_tokens / other_seconds))
-    return quartiles_of(spread(ratios))
+    return quartiles_of(ratios)
 
 
 def _repetition(record: Record) -> tuple[int, int, int]:

@@ -129,7 +129,13 @@ def test_a_row_says_the_rule_the_shape_and_how_its_drafts_are_chosen(report: dic
 
 def scripted(name: str, run: Callable[[Sequence[int], int], Run], temperature: float = 0.0) -> Method:
     setting = f"T={temperature:g}" if temperature else "greedy"
-    return Method(setting, name, "lossless", run, temperature=temperature)
+    return Method(
+        setting,
+        name,
+        "lossless",
+        lambda *asked: [run(*one) for one in zip(*asked[:2], strict=True)],
+        temperature=temperature,
+    )
 
 
 def measured(target: CausalLM, methods: list[Method], source: Any, **settings: Any) -> tuple[Report, Measurement]:
