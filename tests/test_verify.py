@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from enumerated_rules import LOSSY, enumerated
+from enumerated_rules import LOSSY, distribution, enumerated
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
@@ -25,7 +25,6 @@ from decoding.measure.proof.enumeration import (
     contexts,
     deterministic_draft,
     distance_from_target,
-    distribution,
     draft_of,
     model_pair,
     outcomes,

@@ -11,6 +11,7 @@ import torch
 from distilling import objective_for as distill
 from dspark_training import TEXTS
 from dspark_training import objective_for as dspark_on
+from enumerated_rules import distribution
 from scripted_drafters import HostileDrafter
 from target_families import CHAINS, PLAIN, SIDES, TREES, VOCAB, family_model, write_sides
 from test_generate_families import transformers_greedy
@@ -22,7 +23,7 @@ from decoding.drafters import DraftModelDrafter, DraftTreeDrafter, DSparkDrafter
 from decoding.drafters.base import DraftRequest, TextDrafter, TextStart
 from decoding.fields import check_messages
 from decoding.generate import DecodingConfig, Engine
-from decoding.measure.proof.enumeration import Context, distribution
+from decoding.measure.proof.enumeration import Context
 from decoding.model import rows
 from decoding.model.architecture import abilities
 from decoding.model.causal_lm import CausalLM

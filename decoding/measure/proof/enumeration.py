@@ -7,7 +7,7 @@ option of each choice and records the others as new scripts.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
@@ -23,7 +23,6 @@ from decoding.rules.tree import Proposal, ProposalKind, TokenTree, TreeShape
 from decoding.rules.verify import Decide, Rule, Verdict
 
 Result = TypeVar("Result")
-Outcome = TypeVar("Outcome", bound=Hashable)
 Draft = Callable[[RandomSource], Proposal]
 Context = tuple[int, ...]
 """The tokens on the path to a node, without the root, which is always the same."""
@@ -73,14 +72,6 @@ def outcomes(program: Callable[[RandomSource], Result]) -> Iterator[tuple[Result
         result = program(source)
         scripts += source.unexplored
         yield result, source.probability
-
-
-def distribution(program: Callable[[RandomSource], Outcome]) -> dict[Outcome, float]:
-    """Return the probability of each result."""
-    total: dict[Outcome, float] = defaultdict(float)
-    for result, probability in outcomes(program):
-        total[result] += probability
-    return dict(total)
 
 
 RowKind = Literal["dense", "zeros", "one-hot", "mixed"]

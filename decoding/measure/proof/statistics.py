@@ -60,13 +60,7 @@ class LogProbability(NamedTuple):
         )
 
     def plus(self, other: "LogProbability") -> "LogProbability":
-        return LogProbability(
-            self.tokens + other.tokens,
-            self.excess + other.excess,
-            self.variance + other.variance,
-            self.log_evidence + other.log_evidence,
-            self.impossible + other.impossible,
-        )
+        return LogProbability(*(one + another for one, another in zip(self, other, strict=True)))
 
     @property
     def z(self) -> float:
