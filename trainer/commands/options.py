@@ -290,10 +290,6 @@ class RealignOptions:
     output: Annotated[
         Path, Option(metavar="FOLDER", help="Folder of the run; it gets realigned.json and the draft in final/.")
     ]
-    heldout: Annotated[
-        str | None,
-        Option(metavar="FILE", help=".jsonl file of prompts to measure with; by default 5% of --prompts, at most 50."),
-    ] = None
     temperature: Annotated[
         float, Option(help="Sampling temperature of the training answers, best as in later use; 0 is greedy.")
     ] = 0.0
