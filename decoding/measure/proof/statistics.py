@@ -7,6 +7,7 @@ would be unreliable at 1e-7.
 
 import math
 from collections.abc import Iterable
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -60,7 +61,7 @@ class LogProbability(NamedTuple):
         )
 
     def plus(self, other: "LogProbability") -> "LogProbability":
-        return LogProbability(*(one + another for one, another in zip(self, other, strict=True)))
+        return LogProbability(*map(add, self, other))
 
     @property
     def z(self) -> float:
