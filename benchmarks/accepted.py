@@ -34,7 +34,7 @@ from decoding.drafters.registry import named_drafter
 from decoding.dtypes import parse_dtype
 from decoding.generate import DecodingConfig, Engine
 from decoding.measure.machine import commit, hardware, versions
-from decoding.measure.methods import Method, our_method, transformers_method
+from decoding.measure.methods import Method, Run, our_method, transformers_method
 from decoding.measure.questions import read_prompts
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
@@ -247,11 +247,16 @@ def measure_speed(bench: Bench) -> None:
     for setting, by_key in methods.items():
         longest = max((each for prompts in bench.prompts.values() for each in prompts), key=len)
         for method in by_key.values():
-            method.decode(longest, 0)  # warm-up
+            _decoded(method, longest, 0)  # warm-up
         for prompt_set, prompts in bench.prompts.items():
             for place, prompt in enumerate(prompts):
                 wanted = {"part": "speed", "target": name, "set": prompt_set, "setting": setting, "prompt": place}
                 _take_turns(bench, wanted, by_key, prompt)
+
+
+def _decoded(method: Method, prompt: Sequence[int], seed: int) -> Run:
+    assert method.decode is not None
+    return method.decode([prompt], [seed], 1)[0]
 
 
 def timed_methods(bench: Bench, target: CausalLM, width: int, setting: str) -> dict[str, Method]:
@@ -294,7 +299,7 @@ def _take_turns(bench: Bench, wanted: dict[str, Any], methods: Mapping[str, Meth
         return
     keys = [*(key for key in (PLAIN, PEER) if key in methods), *missing]
     turn = wanted["prompt"] % len(keys)
-    runs = {key: methods[key].decode(prompt, wanted["prompt"]) for key in (*keys[turn:], *keys[:turn])}
+    runs = {key: _decoded(methods[key], prompt, wanted["prompt"]) for key in (*keys[turn:], *keys[:turn])}
     figures = {
         key: [
             run.decode_tokens,

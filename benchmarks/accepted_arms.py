@@ -90,6 +90,4 @@ ARMS: dict[str, Arm] = {
 def overrides_of(arm: Arm, seed: int, steps: int, given: Mapping[str, Any]) -> list[str]:
     """Return an arm's overrides for training with a seed; ``given`` are the overrides that all arms share."""
     shared = {**given, "training.seed": seed, "training.steps": steps, "evaluation.every": max(steps // 5, 1)}
-    if arm.recipe in ("draft", "dspark"):
-        shared["draft.check_costs"] = "false"
     return [*(f"{key}={value}" for key, value in shared.items()), *arm.overrides]

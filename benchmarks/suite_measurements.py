@@ -236,7 +236,7 @@ def verification(bench: Bench, size: str) -> Measurements:
             free()
             return {
                 f"{nodes} nodes": _against_memory(bench, {"tokens_per_second": 1 / each, "ms": 1000 * each}, read, 1)
-                for nodes, each in costs.target_pass.items()
+                for nodes, each in costs.items()
             }
 
         yield f"context {context}, batch {batch}", run

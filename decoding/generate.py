@@ -385,15 +385,20 @@ class Engine:
     def decode(self, prompt: Sequence[int], config: DecodingConfig) -> Generation: ...
     @overload
     def decode(
-        self, prompt: Sequence[Sequence[int]], config: DecodingConfig, *, batch_size: int
+        self,
+        prompt: Sequence[Sequence[int]],
+        config: DecodingConfig,
+        *,
+        batch_size: int,
+        seeds: Sequence[int] | None = None,
     ) -> list[Generation]: ...
     def decode(
-        self, prompt: Any, config: DecodingConfig, *, batch_size: int | None = None
+        self, prompt: Any, config: DecodingConfig, *, batch_size: int | None = None, seeds: Sequence[int] | None = None
     ) -> Generation | list[Generation]:
-        """Decode a prompt to its end, or many prompts with ``batch_size``; results are in the prompts' order."""
+        """Decode a prompt to its end, or many prompts as in `steps`; results are in the prompts' order."""
         if batch_size is None:
             return Generation.of(tuple(self.steps(prompt, config)))
         steps: list[list[Step]] = [[] for _ in prompt]
-        for index, step in self.steps(prompt, config, batch_size=batch_size):
+        for index, step in self.steps(prompt, config, batch_size=batch_size, seeds=seeds):
             steps[index].append(step)
         return [Generation.of(of_one) for of_one in steps]

@@ -132,25 +132,6 @@ def expanded_quantile(texts: int) -> float:
     return quantile * math.sqrt(1 + 1 / free)
 
 
-class Spread(NamedTuple):
-    """Median and quartiles of paired observations."""
-
-    median: float
-    low_quartile: float
-    high_quartile: float
-    observations: int
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Return the median and quartiles; NaN without values."""
-    if not values:
-        return Spread(math.nan, math.nan, math.nan, 0)
-    low, median, high = torch.tensor(values, dtype=torch.float64).quantile(
-        torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
-    )
-    return Spread(float(median), float(low), float(high), len(values))
-
-
 @dataclass(frozen=True)
 class Acceptance:
     """Acceptance over a set of texts. Tuples start at position 1, the first drafted token.

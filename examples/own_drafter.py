@@ -64,9 +64,6 @@ class NgramText:
         # The draft depends on the text alone, so it is deterministic, and rules for this kind stay lossless with it.
         return Proposal(TokenTree.chain(drafted, self.device), ProposalKind.DETERMINISTIC)
 
-    def observe(self, proposal: Proposal, logits: torch.Tensor) -> None:
-        """Ignore the target's logits at the drafted tokens; other drafters may learn from them."""
-
 
 # --- its use ----------------------------------------------------------------------------------------------------------
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

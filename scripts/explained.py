@@ -25,7 +25,7 @@ from decoding.measure.proof.enumeration import (
     verdicts,
 )
 from decoding.metrics import expected_tokens, predicted_speedup
-from decoding.model.cost_curve import Costs
+from decoding.model.cost_curve import pass_over
 from decoding.rules.best_tree import best_tree, expected_accepted
 from decoding.rules.tree import ProposalKind, TreeShape
 from decoding.rules.verify import RULES
@@ -172,7 +172,7 @@ def speedup(rate: float, depth: int, draft_cost: float, curve: Mapping[int, floa
 
     Without a curve every pass costs 1.
     """
-    verify = Costs(curve).pass_over(depth + 1) if curve else 1.0
+    verify = pass_over(curve, depth + 1) if curve else 1.0
     return predicted_speedup(expected_tokens(rate, depth), draft_cost * depth, verify)
 
 

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import pyplot as plt
+from matplotlib.figure import Figure as Picture
 
-from decoding.measure.figures import NONE, caption, estimate, number
-from decoding.measure.markdown import text
-from decoding.measure.report.curves import crossover_figure
+from decoding.measure import results
+from decoding.measure.figures import NONE, caption, estimate, number, settings
+from decoding.measure.markdown import one_line, text
+from decoding.measure.report.curves import draw_speedups
+from decoding.measure.report.style import shade_below_one, styled
 from decoding.measure.results import Figure, report_from_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -271,6 +274,22 @@ def _by_place(report: Report, cell: Callable[[Report], str], needed: str) -> str
     cells = ([*map(text, way), *(found.get((*way, *place), NONE) for place in places)] for way in ways)
     head = ["arm", "drafted", *(f"{text(name)}, {setting}" for name, setting in places)]
     return table(head, cells, len(places))
+
+
+@styled
+def crossover_figure(report: results.Report) -> Picture:
+    """Draw the speed-up over the batch size, with a panel per setting and context, for the docs."""
+    contexts = list(dict.fromkeys(row.context for row in report.cells))
+    places = [(setting, context) for setting in settings(report) for context in contexts]
+    figure = Picture(figsize=(1.2 + 2.9 * len(places), 3.9), layout="constrained")
+    panels = figure.subplots(1, len(places), sharey=True, squeeze=False)[0]
+    for axes, (setting, context) in zip(panels, places, strict=True):
+        draw_speedups(axes, report, setting, "batch_size", context)
+        shade_below_one(axes)
+        axes.set_title(one_line(setting if context is None else f"{setting}, {context:,} tokens"))
+    panels[0].set_ylabel("speed-up over plain decoding")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False)
+    return figure
 
 
 Blocks = tuple[tuple[str, Callable[[Report], str]], ...]

@@ -12,7 +12,7 @@ from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Batch, Example
 from trainer.drafts.distill import DistillObjective, OnlineTeacher
 from trainer.drafts.start import initial_draft
-from trainer.learning.losses import SampledTailTeacher, Teacher
+from trainer.learning.losses import KnownLogits, SampledTailTeacher, Teacher
 from trainer.learning.objective import TermSums
 from trainer.recipe.draft import DraftSection
 
@@ -61,5 +61,4 @@ class AllOnDisk:
     def for_batch(self, batch: Batch, places: object = None, stored: object = None) -> Teacher:
         with torch.no_grad():
             logits, tokens = labelled_logits(self._target, batch).sort(-1, descending=True)
-        none = tokens[:, :0]
-        return SampledTailTeacher(tokens, logits, logits.logsumexp(-1), none, none.float())
+        return SampledTailTeacher(KnownLogits(logits, tokens, logits.logsumexp(-1)))

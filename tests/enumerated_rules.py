@@ -1,13 +1,27 @@
 """Each rule of the project on each small draft, enumerated once for all tests."""
 
+from collections import defaultdict
+from collections.abc import Callable, Hashable
 from functools import cache
+from typing import TypeVar
 
-from decoding.measure.proof.enumeration import SHAPES, Enumerated, draft_of, enumerate_turn, model_pair
+from decoding.measure.proof.enumeration import SHAPES, Enumerated, draft_of, enumerate_turn, model_pair, outcomes
+from decoding.rules.drawing import RandomSource
 from decoding.rules.tree import ProposalKind
 from decoding.rules.verify import RULES
 
+Outcome = TypeVar("Outcome", bound=Hashable)
+
 LOSSY = 1e-6
 """Least distance of a broken rule from the target."""
+
+
+def distribution(program: Callable[[RandomSource], Outcome]) -> dict[Outcome, float]:
+    """Return the probability of each result."""
+    total: dict[Outcome, float] = defaultdict(float)
+    for result, probability in outcomes(program):
+        total[result] += probability
+    return dict(total)
 
 
 @cache

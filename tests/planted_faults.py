@@ -111,7 +111,7 @@ class Disturbed(Drafter):
         return _DisturbedSession(self, self._inner.open(target, own, rows, max_length))
 
 
-class _DisturbedSession:
+class _DisturbedSession(DraftSession):
     def __init__(self, drafter: Disturbed, inner: DraftSession) -> None:
         self._drafter, self._inner = drafter, inner
 
@@ -120,9 +120,6 @@ class _DisturbedSession:
 
     def move(self, slot: int, to: int) -> None:
         self._inner.move(slot, to)
-
-    def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
-        self._inner.observe(proposals, logits)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         return [self._disturbed(proposal) for proposal in self._inner.propose(requests)]

@@ -4,7 +4,6 @@ import random
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from decoding.drafters.base import DraftRequest, TextDrafter, TextStart
 from decoding.metrics import StepCount
@@ -30,9 +29,6 @@ class ScriptedDrafter(TextDrafter):
     ) -> "ScriptedDrafter":
         self.asked = []
         return self
-
-    def observe(self, proposal: Proposal, logits: Tensor) -> None:
-        pass
 
     def propose(self, request: DraftRequest) -> Proposal:
         tokens, max_depth = request.tokens, request.max_depth
@@ -78,9 +74,6 @@ class HostileDrafter(TextDrafter):
 class HostileSession:
     def __init__(self, seed: int, texts: Sequence[list[int]], vocab: int, chains: bool) -> None:
         self._seed, self._texts, self._vocab, self._chains = seed, texts, vocab, chains
-
-    def observe(self, proposal: Proposal, logits: Tensor) -> None:
-        assert logits.shape == (len(proposal.tree), self._vocab), "the logits of its own nodes, without padding"
 
     def propose(self, request: DraftRequest) -> Proposal:
         tokens = list(request.tokens)

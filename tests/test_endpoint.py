@@ -262,16 +262,6 @@ def test_an_answer_that_is_cut_off_is_kept_and_marked(tmp_path: Path) -> None:
     assert summary.truncated == 1
 
 
-def test_an_answer_that_is_cut_off_can_be_dropped_and_is_not_asked_for_again(tmp_path: Path) -> None:
-    with serve(lambda request: chat("half", "length")) as endpoint:
-        for _ in range(2):
-            with pytest.raises(ValueError, match="did not end within the allowed tokens"):
-                regenerate(options(tmp_path, endpoint.address, keep_truncated=False))
-    assert len(endpoint.requests) == 1
-    assert not (tmp_path / "answers.jsonl").exists()
-    assert set_aside(tmp_path)[0]["problem"] == "truncated"
-
-
 # --- what ends a run --------------------------------------------------------------------------------------------------
 
 

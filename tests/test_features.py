@@ -26,7 +26,7 @@ from trainer.data.batch import Batch, Example, collate
 from trainer.files.folders import ShardLayout
 from trainer.heads.medusa import MedusaObjective
 from trainer.learning.fused import fused_loss
-from trainer.learning.losses import LossMix
+from trainer.learning.losses import LossMix, SampledTailTeacher
 from trainer.processes import ALONE, Process
 from trainer.recipe.common import Divergence
 from trainer.recipe.draft import TeacherSection
@@ -394,6 +394,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
 # What is stored
 
 
+def tokens_of(teacher: SampledTailTeacher) -> Tensor:
+    assert teacher.known.tokens is not None
+    return teacher.known.tokens
+
+
 @pytest.mark.parametrize(("family", "temperature"), [("llama", 1.0), ("gpt2", 2.0), ("gemma2", 1.0), ("granite", 2.0)])
 def test_the_best_logits_are_the_models_own_where_the_next_token_is_trained(
     family: str, temperature: float, tmp_path: Path
@@ -401,13 +406,12 @@ def test_the_best_logits_are_the_models_own_where_the_next_token_is_trained(
     changes = {"final_logit_softcapping": 2.0} if family == "gemma2" else {}
     target = CausalLM(tiny_model(family, **changes))
     found = write_cache(target, tmp_path, temperature=temperature).for_batch(batch_of(7, 0, 11))
-    scores = logits_at(target, (7, 0, 11)) / temperature
-    assert len(found.tokens) == LABELLED[7] + LABELLED[0] + LABELLED[11]
-    torch.testing.assert_close(found.logits, scores.topk(3).values, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.log_total, scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.tail_logits, scores.gather(1, found.tail_tokens), rtol=1e-5, atol=1e-5)
-    assert torch.equal(found.tokens, scores.topk(3).indices) and found.temperature == temperature
-    assert not (found.tail_tokens[:, :, None] == found.tokens[:, None]).any()
+    scores, tokens = logits_at(target, (7, 0, 11)) / temperature, tokens_of(found)
+    assert len(tokens) == LABELLED[7] + LABELLED[0] + LABELLED[11]
+    torch.testing.assert_close(found.known.logits, scores.gather(1, tokens), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.known.log_total, scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    assert torch.equal(tokens[:, :3], scores.topk(3).indices) and found.temperature == temperature
+    assert not (tokens[:, 3:, None] == tokens[:, None, :3]).any()
 
 
 def test_logits_come_back_to_the_bit_and_are_divided_by_the_temperature_in_fp32(tmp_path: Path) -> None:
@@ -419,17 +423,17 @@ def test_logits_come_back_to_the_bit_and_are_divided_by_the_temperature_in_fp32(
     found = store.for_batch(batch)
     with torch.inference_mode():
         logits = target.model(**batch.model_inputs(), use_cache=False).logits[batch.labelled(1)].float()
-    tokens = torch.cat((found.tokens, found.tail_tokens), 1)
-    assert torch.equal(torch.cat((found.logits, found.tail_logits), 1), logits.gather(1, tokens) / 3)
-    assert torch.equal(found.log_total, (logits / 3).logsumexp(-1)) and found.logits.dtype == torch.float32
+    known = found.known
+    assert torch.equal(known.logits, logits.gather(1, tokens_of(found)) / 3) and known.logits.dtype == torch.float32
+    assert known.log_total is not None and torch.equal(known.log_total, (logits / 3).logsumexp(-1))
 
 
 def test_ids_beyond_two_bytes_come_back(tmp_path: Path) -> None:
     target = CausalLM(tiny_model(vocab=70_000))
     found = write_cache(target, tmp_path, examples=EXAMPLES[:2], top_k=40, tail=5).for_batch(batch_of(0, 1))
-    logits = logits_at(target, (0, 1))
-    assert torch.equal(found.tokens, logits.topk(40).indices) and (found.tokens >= 1 << 16).any()
-    torch.testing.assert_close(found.tail_logits, logits.gather(1, found.tail_tokens), rtol=1e-5, atol=1e-5)
+    logits, tokens = logits_at(target, (0, 1)), tokens_of(found)
+    assert torch.equal(tokens[:, :40], logits.topk(40).indices) and (tokens >= 1 << 16).any()
+    torch.testing.assert_close(found.known.logits, logits.gather(1, tokens), rtol=1e-5, atol=1e-5)
     for vocab_size, size in ((65_536, 244), (65_537, 304)):  # of 60 tokens in bf16
         assert TeacherIdentity("", "", "", vocab_size, "bfloat16", top_k=48, tail=12, temperature=1.0).row_bytes == size
 
@@ -452,8 +456,8 @@ def test_an_example_without_a_trained_token_has_no_rows_and_is_not_run(
     packed = Example((1, 2, 3, 4, 5, 6, 7), (True, False, True, True, True, False, True), 0, (3, 1, 3))
     assert teacher_identity(tiny_llama).num_rows(packed) == 2, "tokens 3 and 4 begin documents"
     found = store.for_batch(collate([nothing, EXAMPLES[0], nothing], (0, 1, 4)))
-    assert len(found.tokens) == LABELLED[0]
-    assert store.for_batch(collate([nothing], (0,))).tokens.shape == (0, 3)
+    assert len(tokens_of(found)) == LABELLED[0]
+    assert len(tokens_of(store.for_batch(collate([nothing], (0,))))) == 0
 
 
 # The sample
@@ -486,10 +490,10 @@ def test_a_fine_sample_gives_the_loss_and_the_gradient_of_the_whole_vocabulary(
     spread = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
     monkeypatch.setattr(teacher_cache, "_uniforms", lambda index, rows, tail: spread.expand(rows, -1))
     rows = write_cache(tiny_llama, tmp_path, tail=20_000, temperature=temperature).for_batch(batch_of(3, 8))
-    hidden = torch.randn(len(rows.tokens), 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    hidden = torch.randn(len(tokens_of(rows)), 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     weight = torch.randn(16, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     found, expected = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    loss = fused_loss(found, weight, rows.tokens[:, 0], LossMix({kind: 1.0}, temperature), rows).loss
+    loss = fused_loss(found, weight, tokens_of(rows)[:, 0], LossMix({kind: 1.0}, temperature), rows).loss
     whole = divergence(expected @ weight.T, logits_at(tiny_llama, (3, 8)).double(), kind, temperature)
     torch.autograd.backward([loss, whole])
     assert float(loss.detach()) == pytest.approx(float(whole.detach()), rel=2e-3)
@@ -503,10 +507,11 @@ def test_draws_of_an_example_do_not_depend_on_its_neighbours_and_differ_between_
     examples = [*EXAMPLES, EXAMPLES[8]]
     one, many = (write_cache(tiny_llama, tmp_path / str(rows), rows, examples, tail=30) for rows in (1000, 4))
     batch = collate(examples, range(13))
-    assert torch.equal(one.for_batch(batch).tail_tokens, many.for_batch(batch).tail_tokens)
-    twice = [one.for_batch(collate([EXAMPLES[8]], (index,))) for index in (8, 12)]
-    assert torch.equal(twice[0].tokens, twice[1].tokens)
-    assert not torch.equal(twice[0].tail_tokens, twice[1].tail_tokens)
+    assert torch.equal(tokens_of(one.for_batch(batch)), tokens_of(many.for_batch(batch)))
+    (best, tail), (same, other) = (
+        tokens_of(one.for_batch(collate([EXAMPLES[8]], (index,)))).split((3, 30), 1) for index in (8, 12)
+    )
+    assert torch.equal(best, same) and not torch.equal(tail, other)
 
 
 # Writing

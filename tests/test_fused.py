@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.learning import fused
 from trainer.learning.fused import Bias, fused_loss
-from trainer.learning.losses import HiddenTeacher, LossMix, Places, SampledTailTeacher
+from trainer.learning.losses import HiddenTeacher, KnownLogits, LossMix, Places, SampledTailTeacher
 from trainer.recipe.common import Divergence, Term
 
 CROSS_ENTROPY = one("cross_entropy")
@@ -81,7 +81,7 @@ def test_rows_that_predict_the_same_token_share_its_label_its_target_and_its_bia
         weight,
         labels[distinct],
         LossMix(weights),
-        teacher.rows(distinct),
+        teacher._replace(hidden=teacher.hidden[distinct]),
         places=places,
         row_weights=row_weights[order],
         bias=Bias(bias.hidden[distinct], bias.weight),
@@ -165,8 +165,7 @@ class LargestTensor(TorchDispatchMode):
 def sample(logits: Tensor, kept: int, drawn: int) -> SampledTailTeacher:
     """The best logits, and others as if they had been drawn."""
     best = logits.topk(kept + drawn)
-    (tokens, tail), (known, tail_known) = (part.split((kept, drawn), 1) for part in (best.indices, best.values))
-    return SampledTailTeacher(tokens, known, logits.logsumexp(-1), tail, tail_known)
+    return SampledTailTeacher(KnownLogits(best.values, best.indices, logits.logsumexp(-1), drawn))
 
 
 @pytest.mark.parametrize("kind", ["hidden", "sample"])

@@ -25,7 +25,6 @@ from decoding.rules.verify import (
     RECURSIVE_REJECTION,
     TOKEN_REJECTION,
     TOP_K_CHILDREN,
-    TRAVERSAL_VERIFICATION,
     Decide,
     Rule,
     Verdict,
@@ -181,7 +180,6 @@ def test_a_rule_named_in_the_config_is_used_and_steps_without_a_draft_go_on(
         ("heads", TOKEN_REJECTION, "takes sampled proposals, not sampled without replacement ones"),
         (PromptLookupDrafter(branches=2), BLOCK_VERIFICATION, "takes chains only: use traversal"),
         ("hybrid", TOKEN_REJECTION, "takes sampled proposals, not deterministic or grafted ones"),
-        ("two drafts", TRAVERSAL_VERIFICATION, "takes deterministic or .* proposals, not mixed ones"),
         ("chain", TOP_K_CHILDREN, "takes deterministic proposals, not sampled ones"),
     ],
 )
@@ -193,8 +191,6 @@ def test_a_rule_that_does_not_fit_the_drafter_is_refused_before_a_text_begins(
         drafter = MedusaDrafter(nudged_heads(tiny_llama), TREE)
     elif drafter == "hybrid":
         drafter = HybridDrafter(DraftModelDrafter(tiny_draft), lookup)
-    elif drafter == "two drafts":
-        drafter = HybridDrafter(DraftModelDrafter(tiny_draft), DraftModelDrafter(tiny_draft))
     elif drafter == "chain":
         drafter = DraftModelDrafter(tiny_draft)
     config = DecodingConfig(9, SamplingConfig(1.0), rule)

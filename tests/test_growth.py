@@ -1,7 +1,6 @@
 """Trees of a fixed shape, of heads, DSpark, EAGLE-3 and ordinary drafts: each choice by hand, all draws enumerated."""
 
 import itertools
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -81,28 +80,7 @@ def models(kind: str, vocab: int) -> tuple[CausalLM, object]:
     return target, heads
 
 
-def case_of(
-    kind: str,
-    tree: Sequence[Sequence[int]] = PATHS,
-    vocab: int = 16,
-    sampled: bool = True,
-    candidates: int | None = None,
-) -> Case:
-    """Make a case; with ``candidates``, drafts with a bias have no logit for any but the best tokens before it."""
-    case = _case_of(kind, tree, vocab, sampled)
-    if isinstance(case.drafter, MedusaDrafter | DSparkDrafter):
-        case.drafter.growth.candidates = candidates
-    if candidates is None or kind not in ("Markov heads", "DSpark"):
-        return case
-
-    def among_the_best(path: Sequence[int]) -> Tensor:
-        logits, best = case.logits(path), case.unbiased(path).topk(candidates).indices
-        return torch.full_like(logits, -math.inf).index_copy(0, best, logits[best])
-
-    return case._replace(logits=among_the_best)
-
-
-def _case_of(kind: str, tree: Sequence[Sequence[int]], vocab: int, sampled: bool) -> Case:
+def case_of(kind: str, tree: Sequence[Sequence[int]] = PATHS, vocab: int = 16, sampled: bool = True) -> Case:
     target, weights = models(kind, vocab)
     if isinstance(weights, CausalLM):
         own = lambda path: full_forward(weights.model, [*TEXT, *path])[-1]  # noqa: E731
@@ -150,14 +128,10 @@ def families(tree: TokenTree) -> list[tuple[int, list[int], list[int]]]:
 # --- each choice ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("candidates", [None, 5])
 @pytest.mark.parametrize("sampling", [AT_ONE, PENALISED, PROCESSED], ids=["plain", "penalised", "processed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_children_are_drawn_from_the_recorded_q_of_their_path(
-    kind: str, sampling: SamplingConfig, candidates: int | None
-) -> None:
-    case, drawn = case_of(kind, candidates=candidates), set()
-    logits = case_of(kind).logits if sampling.processors else case.logits  # processors need the logits of all tokens
+def test_children_are_drawn_from_the_recorded_q_of_their_path(kind: str, sampling: SamplingConfig) -> None:
+    case, drawn = case_of(kind), set()
     for seed in range(4):
         (proposal,) = Follower(case.drafter, case.target, sampling, seed).propose(TEXT)
         drawn.add(tuple(proposal.tree.token_list))
@@ -165,7 +139,7 @@ def test_children_are_drawn_from_the_recorded_q_of_their_path(
         assert proposal.kind is (ProposalKind.SAMPLED if is_chain else ProposalKind.SAMPLED_WITHOUT_REPLACEMENT)
         assert case.drafter.kinds(sampling) == {proposal.kind} and proposal.q is not None
         for node, path, tokens in families(proposal.tree):
-            wanted = q_of(logits(path), sampling, [*TEXT, *path])
+            wanted = q_of(case.logits(path), sampling, [*TEXT, *path])
             q = proposal.q[proposal.q_rows[node]]
             torch.testing.assert_close(q, wanted, rtol=0, atol=2e-5)
             assert bool((q[wanted == 0] == 0).all())
@@ -173,13 +147,12 @@ def test_children_are_drawn_from_the_recorded_q_of_their_path(
     assert len(drawn) > 1
 
 
-@pytest.mark.parametrize("candidates", [None, 5])
 @pytest.mark.parametrize(("sampling", "sampled"), [(SamplingConfig(), True), (AT_ONE, False)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_drawn_holds_the_best_tokens_after_each_path(
-    kind: str, sampling: SamplingConfig, sampled: bool, candidates: int | None
+    kind: str, sampling: SamplingConfig, sampled: bool
 ) -> None:
-    case = case_of(kind, sampled=sampled, candidates=candidates)
+    case = case_of(kind, sampled=sampled)
     (proposal,) = Follower(case.drafter, case.target, sampling).propose(TEXT)
     assert proposal.kind is ProposalKind.DETERMINISTIC and proposal.q is None
     assert case.drafter.kinds(sampling) == {proposal.kind}
@@ -254,7 +227,6 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize("candidates", [None, 2])
 @pytest.mark.parametrize(
     ("kind", "tree", "sampling"),
     [
@@ -271,9 +243,9 @@ TREES = {
     ],
 )
 def test_drafting_and_verifying_as_a_whole_give_the_targets_distribution(
-    kind: str, tree: str, sampling: SamplingConfig, candidates: int | None, monkeypatch: pytest.MonkeyPatch
+    kind: str, tree: str, sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draft = every_draw(case_of(kind, TREES[tree], vocab=3, candidates=candidates), sampling, monkeypatch)
+    draft = every_draw(case_of(kind, TREES[tree], vocab=3), sampling, monkeypatch)
     for seed in range(2):
         assert distance_from_target(draft, by_default, target_table(seed), 3) < LOSSLESS
 
@@ -288,20 +260,17 @@ def test_every_draw_of_a_long_chain_verified_gives_the_targets_distribution(
 
 @pytest.mark.parametrize("tree", ["uneven", "chain"])
 @pytest.mark.parametrize("kind", ["Markov heads", "DSpark"])
-@pytest.mark.parametrize("misread", ["another parent", "no bias", "every token"])
+@pytest.mark.parametrize("misread", ["another parent", "no bias"])
 def test_the_enumeration_catches_the_q_of_another_node(
     kind: str, tree: str, misread: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = case_of(kind, TREES[tree], vocab=3)
-    case.drafter.growth.candidates = 2 if misread == "every token" else 3  # type: ignore[attr-defined]
     draw = every_draw(case, AT_ONE, monkeypatch)
 
     @cache
     def wrong_q(path: tuple[int, ...]) -> Tensor:
         if misread == "no bias":
             return case.unbiased(path).softmax(-1)
-        if misread == "every token":
-            return case.logits(path).softmax(-1)
         return case.logits([*path[:-1], (path[-1] + 1) % 3] if path else path).softmax(-1)
 
     def draft(source: RandomSource) -> Proposal:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_fused import LargestTensor
 from tiny_dspark import tiny_dspark
 from tiny_models import tiny_model
 from tiny_training import medusa_on, toy_examples, train_toy
 from torch import Tensor
 from torch.nn import functional as F
 
-from decoding.drafters.growth import ConditionalLogits
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
@@ -222,46 +219,6 @@ def test_heads_with_a_bias_are_saved_whole_and_read_back_bit_equal(tmp_path: Pat
     read = MedusaHeads.from_pretrained(tmp_path)
     assert read.config == heads.config
     assert all(torch.equal(tensor, stored[name]) for name, tensor in read.state_dict().items())
-
-
-# --- in decoding ---
-
-
-def test_the_bias_is_added_to_the_best_tokens_of_each_slot_alone() -> None:
-    bias = MarkovBias(tokens=3, outputs=3, rank=1)
-    with torch.no_grad():
-        bias.embedding.weight.copy_(torch.tensor([[0.0], [1.0], [2.0]]))
-        bias.output.weight.copy_(torch.tensor([[1.0], [10.0], [100.0]]))
-    base = torch.tensor(
-        [[[4.0, 5.0, 1.0], [0.5, 0.0, 2.5]], [[7.0, 6.0, 8.0], [8.0, 9.0, 0.0]]]
-    )  # two depths, two rows
-    none, rows = -math.inf, torch.tensor([0, 1, 1])
-    for depth, tokens, of_two, of_all in (
-        (
-            0,
-            [1, 2, 0],
-            [[5, 15, none], [2.5, none, 202.5], [0.5, none, 2.5]],
-            [[5, 15, 101], [2.5, 20, 202.5], [0.5, 0, 2.5]],
-        ),
-        (1, [0, 1, 2], [[7, none, 8], [9, 19, none], [10, 29, none]], [[7, 6, 8], [9, 19, 100], [10, 29, 200]]),
-    ):
-        for candidates, wanted in ((2, of_two), (3, of_all)):
-            found = ConditionalLogits(base, bias, candidates)(depth, rows, torch.tensor(tokens))
-            own = torch.arange(3).expand(3, 3) if found.tokens is None else found.tokens
-            assert torch.full((3, 3), none).scatter(1, own, found.logits).tolist() == wanted
-
-
-@pytest.mark.parametrize("nodes", [1, 100])
-def test_a_bias_reads_no_more_than_its_weight_for_many_nodes_and_less_for_few(nodes: int) -> None:
-    heads, generator = random_markov_heads(False), torch.Generator().manual_seed(1)
-    assert heads.markov is not None
-    outputs = torch.stack([torch.randperm(16, generator=generator)[:8] for _ in range(nodes)])
-    before, logits = torch.randint(16, (nodes,), generator=generator), torch.randn(nodes, 8, generator=generator)
-    wanted = logits + heads.markov(before).gather(1, outputs)
-    with LargestTensor() as largest:
-        found = heads.markov.added_to(logits, before, outputs)
-    torch.testing.assert_close(found, wanted)
-    assert largest.numbers == (8 * 4 if nodes == 1 else nodes * 16)
 
 
 VOCAB, HIDDEN = 5, 4

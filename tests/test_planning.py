@@ -21,10 +21,33 @@ from decoding.measure.planning.step_costs import (
     depth_by_batch_size,
 )
 from decoding.metrics import StepCount, expected_tokens, tokens_per_pass
+from decoding.model.causal_lm import CausalLM
+from decoding.model.cost_curve import _Passes, measure_costs, pass_over
 from decoding.policies import PLAIN, Budget
 from decoding.rules.tree import TokenTree, TreeShape
 
 SPEC = DrafterSpec("draft", "folder", {})
+
+
+# --- the cost curve ---------------------------------------------------------------------------------------------------
+
+
+def test_what_looks_cheaper_over_more_tokens_is_noise(tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {1: 2.0, 2: 4.5, 3: 4.0, 4: 6.0}
+    monkeypatch.setattr(_Passes, "seconds", lambda passes, size: seconds[size])
+    assert measure_costs(tiny_llama, (1, 2, 3, 4)) == {1: 2.0, 2: 4.5, 3: 4.5, 4: 6.0}
+
+
+def test_the_cost_curve_has_a_time_for_every_size_even_in_a_short_context(tiny_llama: CausalLM) -> None:
+    assert tiny_llama.max_positions == 96  # shorter than the usual prefix of 128 tokens
+    curve = measure_costs(tiny_llama, (1, 4), repeats=1)
+    assert list(curve) == [1, 4] and all(seconds > 0 for seconds in curve.values())
+
+
+def test_costs_are_linear_between_what_was_measured_and_go_on_as_they_ended() -> None:
+    curve = {2: 4.0, 6: 6.0, 4: 4.0}
+    assert [pass_over(curve, tokens) for tokens in (1, 2, 3, 5, 6, 8)] == [4.0, 4.0, 4.0, 5.0, 6.0, 8.0]
+    assert pass_over({1: 2.0, 3: 1.0}, 9) == 1.0, "a curve that ends falling goes on level"
 
 
 # --- hiccups ----------------------------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ def test_an_answer_that_is_cut_off_is_marked_and_ends_its_conversation(models: P
 
 def test_an_answer_that_training_would_refuse_is_set_aside(tmp_path: Path) -> None:
     conversation = OpenConversation(AnswerKey(1, 0), 0, (({"role": "user", "content": "a"},),), chat=True)
-    with AnswerFile(tmp_path / "answers.jsonl", {}, {}, keep_truncated=True) as answers:
+    with AnswerFile(tmp_path / "answers.jsonl", {}, {}) as answers:
         answers.add([AnsweredConversation(conversation, (answer_message("half \ud83d"),), 1, truncated=False)])
     (row,) = set_aside(tmp_path)
     assert row["problem"] == "failed" and "training would reject it: " in row["reason"]
@@ -260,25 +260,25 @@ def test_a_damaged_line_is_named_and_said_to_be_answered_again_once_it_is_delete
     tmp_path: Path, file: str, content: bytes, complaint: str
 ) -> None:
     path = tmp_path / "answers.jsonl"
-    with AnswerFile(path, {}, {}, keep_truncated=True):
+    with AnswerFile(path, {}, {}):
         (tmp_path / file).write_bytes(content)
     for _ in range(2):  # what is refused is not left locked
         with pytest.raises(
             ValueError, match=f"{complaint}.*: delete that line; its conversation is then answered again"
         ):
-            AnswerFile(path, {}, {}, keep_truncated=True)
+            AnswerFile(path, {}, {})
     assert (tmp_path / file).read_bytes() == content
 
 
 def test_two_runs_do_not_write_one_file_together(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     with (
-        AnswerFile(path, {}, {}, keep_truncated=True),
+        AnswerFile(path, {}, {}),
         pytest.raises(ValueError, match=r"answers.jsonl is being written by process \d+ on .*: wait until it ends"),
     ):
-        AnswerFile(path, {}, {}, keep_truncated=True)
+        AnswerFile(path, {}, {})
     with hold_file(tmp_path / "new.jsonl"), pytest.raises(ValueError, match="is being written by process"):
-        AnswerFile(tmp_path / "new.jsonl", {"seed": 1}, {}, keep_truncated=True)
+        AnswerFile(tmp_path / "new.jsonl", {"seed": 1}, {})
     assert not list(tmp_path.glob("new*")), "not even its settings"
 
 

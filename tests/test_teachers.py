@@ -8,7 +8,7 @@ from loss_references import a_teacher, all_logits, divergence, gradients, inputs
 from torch import Tensor
 
 from trainer.learning.fused import fused_loss
-from trainer.learning.losses import HiddenTeacher, LossMix, SampledTailTeacher
+from trainer.learning.losses import HiddenTeacher, KnownLogits, LossMix, SampledTailTeacher
 from trainer.recipe.common import Divergence
 
 
@@ -29,9 +29,9 @@ def sampled(logits: Tensor, kept: int, tail: list[int], temperature: float = 1.0
     """Of one token's logits: the best, and these others as drawn."""
     tempered = logits / temperature
     best, drawn = tempered.topk(kept), torch.tensor([tail], dtype=torch.long)
-    return SampledTailTeacher(
-        best.indices, best.values, tempered.logsumexp(-1), drawn, tempered.gather(1, drawn), temperature
-    )
+    tokens = torch.cat((best.indices, drawn), 1)
+    known = KnownLogits(tempered.gather(1, tokens), tokens, tempered.logsumexp(-1), len(tail))
+    return SampledTailTeacher(known, temperature)
 
 
 def expected_over_draws(

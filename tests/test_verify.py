@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from enumerated_rules import LOSSY, enumerated
+from enumerated_rules import LOSSY, distribution, enumerated
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
@@ -25,10 +25,7 @@ from decoding.measure.proof.enumeration import (
     contexts,
     deterministic_draft,
     distance_from_target,
-    distribution,
     draft_of,
-    enumerate_turn,
-    mixed_draft,
     model_pair,
     outcomes,
     prove_rule,
@@ -60,7 +57,6 @@ WITH = ProposalKind.SAMPLED
 WITHOUT = ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
 DETERMINISTIC = ProposalKind.DETERMINISTIC
 GRAFTED = ProposalKind.GRAFTED
-MIXED = ProposalKind.MIXED
 
 # The promise of each rule: the kinds it is lossless for, and whether it takes trees.
 FITS = {
@@ -69,7 +65,7 @@ FITS = {
     "recursive": ({WITH, WITHOUT, GRAFTED}, True),
     "traversal": ({WITH, WITHOUT, GRAFTED, DETERMINISTIC}, True),
     "top-k": ({DETERMINISTIC}, True),
-    "sampled-verify": ({WITH, WITHOUT, GRAFTED, DETERMINISTIC, MIXED}, True),
+    "sampled-verify": ({WITH, WITHOUT, GRAFTED, DETERMINISTIC}, True),
 }
 CASES = [
     pytest.param(name, kind, shape, id=f"{name}, {kind.value}, {shape}")
@@ -89,7 +85,7 @@ def test_a_lossless_rule_emits_the_targets_distribution(rule: str, kind: Proposa
 
 
 @pytest.mark.parametrize("models", ["dense", "zeros"])
-@pytest.mark.parametrize("kind", [WITH, WITHOUT, DETERMINISTIC, MIXED])
+@pytest.mark.parametrize("kind", [WITH, WITHOUT, DETERMINISTIC])
 def test_the_default_rule_is_lossless_with_more_tokens_and_children(kind: ProposalKind, models: str) -> None:
     for parents in [(-1, 0), (-1, 0, 0, 0)]:
         p, q = model_pair(models, 4, 1, seed=0)
@@ -184,7 +180,6 @@ def test_a_token_whose_recorded_q_is_zero_is_our_own_bug(rule: Rule, target: lis
     [
         (DETERMINISTIC, (-1, 0, 1), SAMPLED_VERIFY),
         (DETERMINISTIC, (-1, 0, 0), SAMPLED_VERIFY),
-        (MIXED, (-1, 0, 0), SAMPLED_VERIFY),
         (WITH, (-1, 0, 1), BLOCK_VERIFICATION),
         (WITH, (-1, 0, 0), TRAVERSAL_VERIFICATION),
         (WITHOUT, (-1, 0, 1), TRAVERSAL_VERIFICATION),
@@ -617,16 +612,6 @@ def test_the_outcomes_of_a_turn_sum_to_one_and_give_the_expected_accepted_length
         ((1,), 0, 0.125),
         ((1,), 1, 0.125),
     ]
-
-
-def test_a_mixed_draft_may_look_up_what_it_has_drawn() -> None:
-    row = torch.tensor([0.25, 0.75], dtype=torch.float64)
-    p = ContextModel({(): row, (0,): row, (1,): row})
-    draft = mixed_draft(TreeShape((-1, 0, 0)), p, lambda context, count: [1] * count)
-    drafted = distribution(lambda source: tuple(draft(source).tree.token_list[1:]))
-    assert drafted == {(0, 1): 0.25, (1, 1): 0.75}
-    # Of 0 and 1 one is always drawn; of 1 and 1 in three quarters of cases.
-    assert enumerate_turn(draft, SAMPLED_VERIFY, p, length=2).accepted_length == 0.25 + 0.75 * 0.75
 
 
 def test_shapes_are_checked_unless_an_enumeration_is_under_way() -> None:

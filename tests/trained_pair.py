@@ -56,7 +56,7 @@ def train_pair(folder: Path, steps: int = 70, draft_steps: int = 6) -> tuple[Pat
         lines = "".join(json.dumps({"text": text + END}) + "\n" for text in sentences(count, seed=count))
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     target = _trained_target(folder, sentences(400, seed=400), steps)
-    draft = {"check_costs": False, "init": {"from_target": {"layers": [0]}}}
+    draft = {"init": {"from_target": {"layers": [0]}}}
     return target, _trained(folder, "draft", draft_steps, target=str(target), dtype="fp32", draft=draft)
 
 
@@ -73,7 +73,7 @@ def train_dspark(
         "anchors": 12,
         **section,
     }
-    draft = {"check_costs": False, "vocabulary": vocabulary, "dspark": section}
+    draft = {"vocabulary": vocabulary, "dspark": section}
     return _trained(folder, "draft", steps, target=str(target), dtype="fp32", draft=draft, output=str(folder / name))
 
 

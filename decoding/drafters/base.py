@@ -90,7 +90,8 @@ class DraftSession(Protocol):
         """
 
     def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
-        """Learn from the target's logits at every node of the last trees, (nodes, vocab) for each row."""
+        """Learn from the target's logits at every node of the last trees, (nodes, vocab) for each row; few do."""
+        return
 
 
 class Rows(Protocol):
@@ -103,8 +104,8 @@ class Rows(Protocol):
         """Move the text in row ``slot`` to row ``to``."""
 
 
-class RowsSession:
-    """Base of sessions that keep all data of the texts in ``rows`` and learn nothing from the target's logits."""
+class RowsSession(DraftSession):
+    """Base of sessions that keep all data of the texts in ``rows``."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -114,9 +115,6 @@ class RowsSession:
 
     def move(self, slot: int, to: int) -> None:
         self._rows.move(slot, to)
-
-    def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
-        """Do nothing: the texts are all that the session needs."""
 
 
 class Drafter(ABC):
@@ -190,10 +188,6 @@ class TextSession(Protocol):
     def propose(self, request: DraftRequest) -> Proposal:
         """Draft a tree; ``request.max_depth`` is at least 1."""
 
-    def observe(self, proposal: Proposal, logits: Float[Tensor, "nodes vocab"]) -> None:
-        """Learn from the target's logits at every node of the last tree; most drafters do nothing."""
-        return
-
 
 class TextDrafter(Drafter):
     """A drafter that drafts for one text at a time."""
@@ -206,7 +200,7 @@ class TextDrafter(Drafter):
         return _TextByText(self, target, sampling, max_length)
 
 
-class _TextByText:
+class _TextByText(DraftSession):
     """A session of a batch that calls one text session per row in turn."""
 
     def __init__(self, drafter: TextDrafter, target: CausalLM, sampling: SamplingConfig, max_length: int) -> None:
@@ -226,7 +220,3 @@ class _TextByText:
             else Proposal.root_only(request.tokens[-1], self._target.device)
             for row, request in enumerate(requests)
         ]
-
-    def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
-        for row, (proposal, row_logits) in enumerate(zip(proposals, logits, strict=True)):
-            self._sessions[row].observe(proposal, row_logits)

@@ -112,5 +112,5 @@ class DSparkSession(RowsSession):
         hidden = self._keys.run(self._draft.embed(newest))
         base, bias = self._draft.logits(hidden, deepest).transpose(0, 1), self._draft.draft.markov
         block = self._draft.block_bias(hidden, newest)
-        nodes = ConditionalLogits(base, bias, growth.candidates_for(texts), self._draft.output_tokens, block)
+        nodes = ConditionalLogits(base, bias, self._draft.output_tokens, block)
         return growth.propose(requests, nodes, texts)

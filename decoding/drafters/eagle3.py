@@ -295,10 +295,9 @@ class Eagle3Session(RowsSession):
 
         def after(depth: int, rows: Tensor, tokens: Tensor) -> ChildLogits:
             if depth == 0:
-                return ChildLogits(root, rows, state.output_tokens.expand_as(root))
+                return ChildLogits(root, rows, state.output_tokens)
             logits = state.run(_static_level(cuts, depth, device), tokens)
-            own = torch.arange(len(logits), device=device)
-            return ChildLogits(logits, own, state.output_tokens.expand_as(logits))
+            return ChildLogits(logits, torch.arange(len(logits), device=device), state.output_tokens)
 
         return self._growth.propose(requests, after, state.rows)
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from decoding.drafters.base import DraftRequest, TextRows
 from decoding.errors import UserError
 from decoding.model.markov import BlockBias, MarkovBias
+from decoding.model.vocabulary import over_vocabulary
 from decoding.policies import Budget
 from decoding.rules.drawing import draw_rows_without_replacement
 from decoding.rules.sampling import HistoryRows, SamplingConfig, adjusted_logits, best_tokens, probabilities
@@ -28,7 +29,7 @@ class ChildLogits(NamedTuple):
     logits: Float[Tensor, "some outputs"]
     row: Int[Tensor, " nodes"]
     """Each node's row in ``logits``."""
-    tokens: Int[Tensor, "some outputs"] | None = None
+    tokens: Int[Tensor, " outputs"] | None = None
     """The token of each output, in increasing order; None if the outputs are the target's vocabulary."""
 
     def to(self, device: torch.device) -> "ChildLogits":
@@ -37,15 +38,7 @@ class ChildLogits(NamedTuple):
 
     def of_nodes(self) -> "ChildLogits":
         """Return the same with a row for each node."""
-        own = None if self.tokens is None else self.tokens[self.row]
-        return ChildLogits(self.logits[self.row], torch.arange(len(self.row), device=self.row.device), own)
-
-    def over_vocabulary(self, vocab_size: int) -> "ChildLogits":
-        """Return the logits of all the target's tokens; -inf for those without an output."""
-        if self.tokens is None:
-            return self
-        whole = self.logits.new_full((len(self.logits), vocab_size), -torch.inf)
-        return ChildLogits(whole.scatter_(1, self.tokens, self.logits), self.row)
+        return ChildLogits(self.logits[self.row], torch.arange(len(self.row), device=self.row.device), self.tokens)
 
 
 NodeLogits = Callable[[int, Int[Tensor, " nodes"], Int[Tensor, " nodes"]], ChildLogits]
@@ -113,37 +106,26 @@ class ConditionalLogits:
     """Logits computed for all depths at once, with a bias by the previous token: a `NodeLogits`.
 
     ``base[d]`` predicts the children of the nodes at depth d of every row. With ``bias`` None the logits do not depend
-    on drafted tokens. Else only the best ``candidates`` tokens of each slot get a logit, so that few biases are read.
-    ``output_tokens``: the target's token of each output, in increasing order; None if output i is token i. ``block``:
-    what the bias multiplies; None: the previous token's embedding.
+    on drafted tokens. ``output_tokens``: the target's token of each output, in increasing order; None if output i is
+    token i. ``block``: what the bias multiplies; None: the previous token's embedding.
     """
 
     def __init__(
         self,
         base: Float[Tensor, "depths rows outputs"],
         bias: MarkovBias | None,
-        candidates: int,
         output_tokens: Int[Tensor, " outputs"] | None = None,
         block: BlockBias | None = None,
     ) -> None:
         self._base, self._bias, self._output_tokens, self._block = base, bias, output_tokens, block
-        self._outputs = list[Tensor | None]([None] * len(base))
-        if bias is not None and candidates < base.shape[-1]:
-            # In increasing order, so that the lowest of equally good tokens is chosen, as in the target.
-            best = base.topk(candidates, sorted=False).indices.sort().values
-            self._base, self._outputs = base.gather(-1, best), list(best)
 
     def __call__(self, depth: int, rows: Tensor, tokens: Tensor) -> ChildLogits:
-        found = ChildLogits(self._base[depth], rows.to(self._base.device), self._outputs[depth])
-        if self._bias is not None:
-            found = found.of_nodes()
-            factor = None if self._block is None else self._block.factor(depth, rows, tokens)
-            found = found._replace(logits=self._bias.added_to(found.logits, tokens, found.tokens, factor))
-        if self._output_tokens is None:
+        found = ChildLogits(self._base[depth], rows.to(self._base.device), self._output_tokens)
+        if self._bias is None:
             return found
-        if found.tokens is None:
-            return found._replace(tokens=self._output_tokens.expand_as(found.logits))
-        return found._replace(tokens=self._output_tokens[found.tokens])
+        found = found.of_nodes()
+        factor = None if self._block is None else self._block.factor(depth, rows, tokens)
+        return found._replace(logits=self._bias.added_to(found.logits, tokens, factor))
 
 
 class _Level(NamedTuple):
@@ -213,12 +195,6 @@ class Growth:
     def __init__(self, tree: StaticTree, sampled: bool) -> None:
         self.tree = tree
         self.sampled = sampled
-        self.candidates: int | None = None
-        """Number of tokens of each slot that get a bias: the best ones before it; None: all tokens.
-
-        Few are cheaper and stay lossless, but most of what heads or drafts predict may be the bias. Fitted heads of
-        SmolLM2-135M-Instruct write 1.24 tokens per pass with 256 candidates, greedy, and 1.64 with all.
-        """
         self._levels = lru_cache(maxsize=64)(_levels)
 
     def kind(self, sampling: SamplingConfig) -> ProposalKind:
@@ -227,12 +203,6 @@ class Growth:
             return ProposalKind.DETERMINISTIC
         # The single children of a chain are the same with and without replacement.
         return ProposalKind.SAMPLED if self.tree.is_chain else ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
-
-    def candidates_for(self, texts: TextRows) -> int:
-        """Return the number of candidates for `ConditionalLogits`: all tokens for processors, which may forbid most."""
-        if self.candidates is None or texts.sampling.processors:
-            return texts.vocab_size
-        return max(self.candidates, self.tree.ranks)
 
     def propose(self, requests: Sequence[DraftRequest], nodes: NodeLogits, texts: TextRows) -> list[Proposal]:
         """Draft with one call of ``nodes`` per depth, for the parents of all trees.
@@ -260,14 +230,14 @@ class Growth:
             known = tokens.clamp(max=texts.vocab_size - 1)  # a valid id for nodes without a draw; never read
             found = nodes(depth, level.rows, known[level.parents]).to(device)
             if sampling.processors:  # they read the logits of all tokens
-                found = found.over_vocabulary(texts.vocab_size)
+                found = ChildLogits(over_vocabulary(found.logits, found.tokens, texts.vocab_size), found.row)
             history = None
             if sampling.needs_history:
                 history = _history(requests, shapes, level, known, texts)
                 found = found.of_nodes()
                 if history.seen is not None and found.tokens is not None:
-                    history = history._replace(seen=history.seen.gather(1, found.tokens))
-            own = None if found.tokens is None else found.tokens[found.row]
+                    history = history._replace(seen=history.seen[:, found.tokens])
+            own = found.tokens
             if drawn:
                 weights = probabilities(found.logits, sampling, history)[found.row]
                 chosen = draw_rows_without_replacement(weights, uniforms[level.slots])
@@ -281,7 +251,7 @@ class Growth:
                 adjusted, width = adjusted_logits(found.logits, sampling, history), level.slots.shape[1]
                 best = best_tokens(adjusted)[:, None] if width == 1 else adjusted.topk(width).indices
                 chosen = best[found.row]
-            chosen = chosen if own is None else own.gather(1, chosen)
+            chosen = chosen if own is None else own[chosen]
             tokens[level.children] = chosen[level.choice]
         by_row = tokens.split(sizes)
         if not drawn:

@@ -7,10 +7,6 @@ text and on earlier steps, never on tokens drawn in this step, so every step's r
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from decoding.drafters.base import Drafter, DraftRequest, DraftSession, TextStart
 from decoding.errors import UserError
@@ -29,16 +25,16 @@ _LENGTHS = 5  # classes of matches: none, 1, 2 to 3, 4 to 7, 8 and more tokens
 class HybridDrafter(Drafter):
     """Drafter that grafts the branches of ``lookup`` onto the tree of ``first``; equal children of a node are merged.
 
-    ``lookup`` may be any drafter, preferably a deterministic one such as prompt lookup. The k-th budgets of both
-    drafters form a pair; the last budget of the shorter list is paired with the rest of the longer one. So each drafter
-    has a share of the nodes. A request smaller than every pair goes to ``first`` alone.
+    ``lookup`` is a deterministic drafter without weights, such as prompt lookup. The k-th budgets of both drafters form
+    a pair; the last budget of the shorter list is paired with the rest of the longer one. So each drafter has a share
+    of the nodes. A request smaller than every pair goes to ``first`` alone.
 
     ``first`` skips a step if its expected extra tokens are fewer than ``least_gain`` times the step's other tokens
     (None: its rough cost; 0: it always drafts). Both expectations are running means of the text, by length of the
     lookup's match.
 
     If only one of the two drafted, its proposal is used unchanged. If both drafted, the proposal is deterministic if
-    both parts are; grafted if the first carries a q and the lookup is deterministic; else mixed, without q.
+    both parts are, and grafted if the first carries a q. The target's logits reach neither session.
     """
 
     name = "hybrid"
@@ -55,9 +51,8 @@ class HybridDrafter(Drafter):
         self.artefact = first.artefact
         self.rough_cost = first.rough_cost
         self.label_with_size = f"{first.label}, with {lookup.label}"
-        limits = [drafter.max_positions for drafter in (first, lookup)]
-        self.max_positions = min((limit for limit in limits if limit is not None), default=None)
-        self.taps = first.taps or lookup.taps
+        self.max_positions = first.max_positions
+        self.taps = first.taps
         longer = max(len(first.budgets), len(lookup.budgets))
         self._pairs = [
             (first.budgets[min(k, len(first.budgets) - 1)], lookup.budgets[min(k, len(lookup.budgets) - 1)])
@@ -72,20 +67,12 @@ class HybridDrafter(Drafter):
         return first_nodes, max_nodes - first_nodes + 1
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
-        first, lookup = self.first.kinds(sampling), self.lookup.kinds(sampling)
-        return first | lookup | {_kind(one, other) for one in first for other in lookup}
+        first = self.first.kinds(sampling)
+        return first | {ProposalKind.DETERMINISTIC, *map(_with_lookup, first)}
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "HybridSession":
         sessions = [drafter.open(target, sampling, rows, max_length) for drafter in (self.first, self.lookup)]
         return HybridSession(self, sessions)
-
-
-class GraftedProposal(NamedTuple):
-    """A proposal, its two parts, and the numbers that each part's nodes have in its tree."""
-
-    proposal: Proposal
-    parts: tuple[Proposal, Proposal]
-    nodes: tuple[list[int], list[int]]
 
 
 class _Mean:
@@ -135,14 +122,13 @@ class _FirstChoice:
             self._added_to_any.add(added)
 
 
-class HybridSession:
+class HybridSession(DraftSession):
     """Sessions of the two drafters. Each follows the texts independently, whichever branch was accepted."""
 
     def __init__(self, drafter: HybridDrafter, sessions: Sequence[DraftSession]) -> None:
         self._drafter = drafter
         self._sessions = sessions
         self._choices: dict[int, _FirstChoice] = {}
-        self._last: list[GraftedProposal] = []
 
     def admit(self, slot: int, start: TextStart) -> None:
         self._choices[slot] = _FirstChoice()
@@ -172,11 +158,11 @@ class HybridSession:
             ]
         )
         fetch_tokens([proposal.tree for proposal in (*firsts, *looked_up)])
-        self._last = [graft(first, lookup) for first, lookup in zip(firsts, looked_up, strict=True)]
-        for row, (request, grafted) in enumerate(zip(requests, self._last, strict=True)):
-            trees = (grafted.proposal.tree, grafted.parts[0].tree, grafted.parts[1].tree)  # without q, which is large
+        proposals = [graft(first, lookup) for first, lookup in zip(firsts, looked_up, strict=True)]
+        for row, request in enumerate(requests):
+            trees = (proposals[row].tree, firsts[row].tree, looked_up[row].tree)  # without q, which is large
             self._choices[row].last = (len(request.tokens), lengths[row], trees) if request.max_depth else None
-        return [grafted.proposal for grafted in self._last]
+        return proposals
 
     def _first_depth(self, row: int, request: DraftRequest, length: int) -> int:
         """Return the first drafter's greatest depth, or 0 if it must not draft."""
@@ -184,44 +170,26 @@ class HybridSession:
         choice.learn(request.tokens)
         return request.max_depth if request.max_depth and choice.wants_first(length, self._drafter.least_gain) else 0
 
-    def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
-        if [id(proposal) for proposal in proposals] != [id(grafted.proposal) for grafted in self._last]:
-            return  # not the last proposals: this step had no room for a draft
-        last, self._last = self._last, []  # kept no longer, as q is large
-        for of, session in enumerate(self._sessions):
-            session.observe(
-                [grafted.parts[of] for grafted in last],
-                [
-                    row[torch.tensor(grafted.nodes[of]).to(row.device, non_blocking=True)]
-                    for row, grafted in zip(logits, last, strict=True)
-                ],
-            )
 
-
-def graft(first: Proposal, lookup: Proposal) -> GraftedProposal:
+def graft(first: Proposal, lookup: Proposal) -> Proposal:
     """Join two trees: the first tree's nodes keep their numbers; the second tree's own nodes follow."""
     if len(first.tree) == 1 or len(lookup.tree) == 1:
-        whole, root = (first, [0]) if len(lookup.tree) == 1 else (lookup, [0])
-        every = list(range(len(whole.tree)))
-        return GraftedProposal(whole, (first, lookup), (every, root) if whole is first else (root, every))
-    # The kind depends only on the two kinds, even if the second tree adds no node, because that depends on the drawn
-    # tokens. Keeping q for some draws and dropping it for others would make q wrong for the draws that keep it.
-    kind = _kind(first.kind, lookup.kind)
+        return first if len(lookup.tree) == 1 else lookup
     trie = TokenTrie(first.tree.token_list[0])
-    own = [0, *(trie.grow(parent, token) for parent, token in _below_root(first.tree))]
+    for parent, token in _below_root(first.tree):
+        trie.grow(parent, token)
     grafted = [0]
     for parent, token in _below_root(lookup.tree):
         grafted.append(trie.child(grafted[parent], token))
-    drawn = DrawnPart(len(first.tree), first.kind) if kind is ProposalKind.GRAFTED else None
-    q = first.q if drawn else None
-    proposal = Proposal(trie.tree(first.tree.tokens.device), kind, q, drawn, lookup.matched)
-    return GraftedProposal(proposal, (first, lookup), (own, grafted))
+    # The kind depends only on the first kind, even if the second tree adds no node, because that depends on the drawn
+    # tokens. Keeping q for some draws and dropping it for others would make q wrong for the draws that keep it.
+    drawn = DrawnPart(len(first.tree), first.kind) if first.kind.has_q else None
+    tree = trie.tree(first.tree.tokens.device)
+    return Proposal(tree, _with_lookup(first.kind), first.q, drawn, lookup.matched)
 
 
-def _kind(first: ProposalKind, lookup: ProposalKind) -> ProposalKind:
-    """Return the kind of a tree that both drafters built."""
-    if lookup is not ProposalKind.DETERMINISTIC:
-        return ProposalKind.MIXED
+def _with_lookup(first: ProposalKind) -> ProposalKind:
+    """Return the kind of a tree of this kind onto which a lookup is grafted."""
     return ProposalKind.GRAFTED if first.has_q else first
 
 

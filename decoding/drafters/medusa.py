@@ -73,5 +73,5 @@ class MedusaSession(RowsSession):
         hidden = torch.stack([request.hidden for request in requests])
         base: Tensor = self._drafter.stacked(hidden, deepest, self._lm_head)
         markov, written = self._drafter.heads.markov, self._drafter.output_tokens
-        nodes = ConditionalLogits(base, markov, growth.candidates_for(self._texts), written)
+        nodes = ConditionalLogits(base, markov, written)
         return growth.propose(requests, nodes, self._texts)

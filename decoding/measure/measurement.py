@@ -83,7 +83,7 @@ class Measurement:
         if self.rank == 0 and self.records.cost_curve is None:
             lengths = map(len, self._first_turns(cells_of(self.config)[0]))
             half_written = round(fmean(lengths) + self.config.max_new_tokens / 2)
-            self.records.add({"cost_curve": measure_costs(self.target, prefix=half_written).target_pass})
+            self.records.add({"cost_curve": measure_costs(self.target, prefix=half_written)})
 
     def total(self) -> int:
         """Count the remaining runs of this process's share, including later turns that may prove too long."""
@@ -91,7 +91,7 @@ class Measurement:
 
     def methods_of(self, cell: GridCell, setting: str | None = None) -> list[Method]:
         """Return the methods of a setting (None: all) that support the cell's batch size."""
-        fitting = [each for each in self.methods if cell.batch_size == 1 or each.decode_batch is not None]
+        fitting = [each for each in self.methods if cell.batch_size == 1 or each.batched]
         return [each for each in fitting if setting in (None, each.setting)]
 
     def _waves(self, cell: GridCell) -> list[Wave]:
@@ -153,10 +153,10 @@ class Measurement:
     def _run(
         self, method: Method, prompts: Sequence[Sequence[int]], seeds: Sequence[int], batch_size: int
     ) -> list[Run]:
-        if batch_size == 1:
-            return [method.decode(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
-        assert method.decode_batch is not None, f"{method.name} decodes one text at a time"
-        return method.decode_batch(prompts, seeds, batch_size)
+        assert method.decode is not None, "a server decodes"
+        if batch_size > 1:
+            return method.decode(prompts, seeds, batch_size)
+        return [method.decode([prompt], [seed], 1)[0] for prompt, seed in zip(prompts, seeds, strict=True)]
 
     def _seed(self, index: int, key: RunKey) -> int:
         """Return a text's seed: different for each text, equal for all methods and any number of processes."""

@@ -47,9 +47,7 @@ class Run(NamedTuple):
     verify_seconds: float = 0.0
 
 
-Decode = Callable[[Sequence[int], int], Run]
-"""Function (prompt, seed) -> Run."""
-DecodeBatch = Callable[[Sequence[Sequence[int]], Sequence[int], int], list[Run]]
+Decode = Callable[[Sequence[Sequence[int]], Sequence[int], int], list[Run]]
 """Function (prompts, seeds, batch size) -> Runs in the prompts' order."""
 
 
@@ -60,9 +58,10 @@ class Method:
     setting: str
     name: str
     label: str
-    decode: Decode
-    decode_batch: DecodeBatch | None = None
-    """None for a method that decodes only one text at a time."""
+    decode: Decode | None
+    """None if a server decodes."""
+    batched: bool = True
+    """False for a method that decodes only one text at a time."""
     artefact: str | None = None
     """Kind of the trained artefact used for drafting: "heads", "draft", or None."""
     drafter: str | None = None
@@ -145,25 +144,18 @@ def our_method(
     """
     engine = Engine(target, drafter, named_policy(policy))
 
-    def run(prompt: Sequence[int], seed: int) -> Run:
-        return _run_of(engine.decode(prompt, replace(config, seed=seed)))
-
-    def run_batch(prompts: Sequence[Sequence[int]], seeds: Sequence[int], batch_size: int) -> list[Run]:
-        steps: list[list[Any]] = [[] for _ in prompts]
-        for index, step in engine.steps(prompts, config, batch_size=batch_size, seeds=seeds):
-            steps[index].append(step)
-        return [_run_of(Generation.of(of_one)) for of_one in steps]
+    def run(prompts: Sequence[Sequence[int]], seeds: Sequence[int], batch_size: int) -> list[Run]:
+        return list(map(_run_of, engine.decode(prompts, config, batch_size=batch_size, seeds=seeds)))
 
     label, temperature = config.label, config.sampling.temperature
     if drafter is None:
-        return Method(setting, name, label, run, run_batch, temperature=temperature)
+        return Method(setting, name, label, run, temperature=temperature)
     is_chain = drafter.chains_only or target.no_trees is not None
     return Method(
         setting,
         name,
         label,
         run,
-        run_batch,
         artefact=drafter.artefact,
         temperature=temperature,
         rule=_rule_name(drafter, is_chain, config.sampling, config.rule),
@@ -212,7 +204,7 @@ def transformers_method(
 ) -> Method:
     """Make the method that runs `transformers`' generate or assisted generation, with the same controls."""
 
-    def run_batch(prompts: Sequence[Sequence[int]], seeds: Sequence[int], batch_size: int) -> list[Run]:
+    def run(prompts: Sequence[Sequence[int]], seeds: Sequence[int], batch_size: int) -> list[Run]:
         runs: list[Run] = []
         for first in range(0, len(prompts), batch_size):
             some, own = prompts[first : first + batch_size], replace(config, seed=seeds[first])
@@ -224,8 +216,8 @@ def transformers_method(
         setting,
         name,
         "lossless",
-        lambda prompt, seed: run_batch([prompt], [seed], 1)[0],
-        None if assisted else run_batch,
+        run,
+        batched=not assisted,
         artefact="draft" if assisted else None,
         temperature=config.sampling.temperature,
         max_positions=None if assistant is None else assistant.max_positions,

@@ -79,14 +79,14 @@ def read_questions(path: str | Path, field: str | None = None) -> list[Question]
 
 
 def read_prompts(
-    path: str | Path, tokenizer: PreTrainedTokenizerBase, limit: int, field: str | None = None, chat: bool = True
+    path: str | Path, tokenizer: PreTrainedTokenizerBase, limit: int, field: str | None = None
 ) -> list[tuple[int, ...]]:
-    """Return the first turns of the first ``limit`` questions as token ids, without a chat template unless ``chat``.
+    """Return the first turns of the first ``limit`` questions as token ids.
 
     ``field`` means the same as in `read_questions`. Raises UserError if a file contains no prompts.
     """
     every = (question for file in _files(str(path)) for question in _questions(file, field))
-    asker = Asker(list(islice(every, limit)), tokenizer, chat=chat, all_turns=False)
+    asker = Asker(list(islice(every, limit)), tokenizer, all_turns=False)
     return [asker.prompt(index) for index in range(len(asker.questions))]
 
 
@@ -168,7 +168,7 @@ def evenly(questions: Sequence[Question], limit: int) -> list[Question]:
 class Asker:
     """Source of the questions' prompts as token ids: a `PromptSource`.
 
-    ``chat`` False skips the chat template. ``all_turns`` False asks first turns only. ``filler`` is the whole file:
+    ``all_turns`` False asks first turns only. ``filler`` is the whole file:
     a prompt of a given context length starts with texts of the questions before it in the file, then from its end.
     """
 
@@ -176,7 +176,6 @@ class Asker:
     tokenizer: PreTrainedTokenizerBase
     all_turns: bool = True
     filler: Sequence[Question] = ()
-    chat: bool = True
 
     @cached_property
     def ids(self) -> Sequence[str]:
@@ -205,8 +204,7 @@ class Asker:
         return self._encode(messages, question) if context is None else self._filled(question, messages, context)
 
     def _encode(self, messages: list[dict[str, Any]], question: Question) -> tuple[int, ...]:
-        chat = self.chat and not question.plain
-        return encode_prompt(messages, self.tokenizer, chat, question.tools)
+        return encode_prompt(messages, self.tokenizer, not question.plain, question.tools)
 
     def _filled(self, question: Question, messages: list[dict[str, Any]], context: int) -> tuple[int, ...]:
         """Return the prompt, filled up to at most ``context`` tokens by text before the user's first message.

@@ -5,15 +5,16 @@ A figure that was not measured is None, which is null in JSON.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from decoding.errors import UserError
-from decoding.metrics import FEWEST, Estimate, Spread
+from decoding.metrics import FEWEST, Estimate
 
 
 @dataclass(frozen=True)
@@ -197,11 +198,12 @@ def figure_of(found: Estimate) -> Figure:
     return Figure(_measured(found.value), *ends, found.observations)
 
 
-def quartiles_of(found: Spread) -> Quartiles:
+def quartiles_of(values: Sequence[float]) -> Quartiles:
     """Return median and quartiles; they are None if there are no observations."""
-    return Quartiles(
-        _measured(found.median), _measured(found.low_quartile), _measured(found.high_quartile), found.observations
-    )
+    if not values:
+        return Quartiles(None)
+    low, median, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
+    return Quartiles(median, low, high, len(values))
 
 
 def _measured(value: float) -> float | None:

@@ -8,8 +8,8 @@ from decoding.measure.figures import PLAIN, TRANSFORMERS
 from decoding.measure.methods import Method, Run
 from decoding.measure.records import GridCell, Record, Records
 from decoding.measure.results import Figure, Quartiles, Report, ReportRow, SameTexts, TimeSplit, figure_of, quartiles_of
-from decoding.metrics import StepCount, acceptance, predicted_speedup, ratio_of_rates, ratio_of_sums, spread
-from decoding.model.cost_curve import Costs
+from decoding.metrics import StepCount, acceptance, predicted_speedup, ratio_of_rates, ratio_of_sums
+from decoding.model.cost_curve import pass_over
 
 
 def figures_of(
@@ -20,7 +20,7 @@ def figures_of(
     The rows of the first of ``cells`` are ``rows``, all others are ``grid``. ``tasks`` maps question ids to tasks.
     """
     # The cost curve was measured on one text at a time.
-    costs = Costs(records.cost_curve) if records.cost_curve and cells[0].batch_size == 1 else None
+    curve = records.cost_curve if cells[0].batch_size == 1 else None
     names = [task for task in dict.fromkeys(tasks.values()) if task is not None]
     first = cells[0]
     by_task = {task: {question for question, own in tasks.items() if own == task} for task in names}
@@ -34,16 +34,20 @@ def figures_of(
         later_turns_left_out=max(too_long.values(), default=0),
         seconds=sum(run.first_seconds + run.decode_seconds for each in records.by_key.values() for run in each.runs),
         cost_curve_ms={size: 1000 * each for size, each in (records.cost_curve or {}).items()},
-        rows=tuple(_rows(records, methods, first, costs)),
+        rows=tuple(_rows(records, methods, first, curve)),
         grid=tuple(row for cell in cells[1:] for row in _rows(records, methods, cell)),
         tasks=tuple(
-            replace(row, task=task) for task in names for row in _rows(records, methods, first, costs, by_task[task])
+            replace(row, task=task) for task in names for row in _rows(records, methods, first, curve, by_task[task])
         ),
     )
 
 
 def _rows(
-    records: Records, methods: Sequence[Method], cell: GridCell, costs: Costs | None = None, ids: set[str] | None = None
+    records: Records,
+    methods: Sequence[Method],
+    cell: GridCell,
+    curve: Mapping[int, float] | None = None,
+    ids: set[str] | None = None,
 ) -> list[ReportRow]:
     """Return a row for each method with records in the cell, from the waves with all questions in ``ids``."""
     by_method: dict[tuple[str, str], list[Record]] = {}
@@ -51,7 +55,7 @@ def _rows(
         if record.key.cell == cell and (ids is None or ids.issuperset(record.prompts)):
             by_method.setdefault((record.key.setting, record.key.method), []).append(record)
     return [
-        _row(records, method, cell, by_method, costs)
+        _row(records, method, cell, by_method, curve)
         for method in methods
         if (method.setting, method.name) in by_method
     ]
@@ -62,7 +66,7 @@ def _row(
     method: Method,
     cell: GridCell,
     by_method: Mapping[tuple[str, str], Sequence[Record]],
-    costs: Costs | None,
+    curve: Mapping[int, float] | None,
 ) -> ReportRow:
     mine, plain, peer = (by_method.get((method.setting, name), ()) for name in (method.name, PLAIN, TRANSFORMERS))
     row = ReportRow(
@@ -92,7 +96,7 @@ def _row(
     if not any(run.counts for record in mine for run in record.runs):
         return row
     # Greedy rounds repeat the same text: they add observations of time, but not of acceptance.
-    return _with_acceptance(row, [each for each in mine if method.temperature > 0 or each.key.round == 0], costs)
+    return _with_acceptance(row, [each for each in mine if method.temperature > 0 or each.key.round == 0], curve)
 
 
 def _compared_to_plain(records: Records, mine: Sequence[Record]) -> SameTexts:
@@ -143,7 +147,7 @@ def _of_pairs(mine: Sequence[Record], other: Sequence[Record], with_prefill: boo
         other_tokens, other_seconds = pairs.get(_repetition(record), (0.0, 0.0))
         if min(tokens, seconds, other_tokens, other_seconds) > 0:
             ratios.append(tokens / seconds / (other_tokens / other_seconds))
-    return quartiles_of(spread(ratios))
+    return quartiles_of(ratios)
 
 
 def _repetition(record: Record) -> tuple[int, int, int]:
@@ -154,7 +158,7 @@ def _repetition(record: Record) -> tuple[int, int, int]:
 # --- acceptance -------------------------------------------------------------------------------------------------------
 
 
-def _with_acceptance(row: ReportRow, records: Sequence[Record], costs: Costs | None) -> ReportRow:
+def _with_acceptance(row: ReportRow, records: Sequence[Record], curve: Mapping[int, float] | None) -> ReportRow:
     """Add a method's acceptance figures, its time split, and the speed-up predicted from the costs."""
     runs = [run for record in records for run in record.runs]
     by_question: dict[str, list[StepCount]] = {}  # a question's turns and rounds are not independent
@@ -167,8 +171,8 @@ def _with_acceptance(row: ReportRow, records: Sequence[Record], costs: Costs | N
         draft, verify = sum(run.draft_seconds for run in runs), sum(run.verify_seconds for run in runs)
         overhead = total - draft - verify
         split = TimeSplit(draft / total, verify / total, overhead / total)
-        if costs is not None:
-            predicted = _predicted(runs, found.tokens_per_pass.value, costs, draft, overhead)
+        if curve:
+            predicted = _predicted(runs, found.tokens_per_pass.value, curve, draft, overhead)
     return replace(
         row,
         passes=found.passes,
@@ -185,10 +189,10 @@ def _with_acceptance(row: ReportRow, records: Sequence[Record], costs: Costs | N
     )
 
 
-def _predicted(runs: Sequence[Run], tokens: float, costs: Costs, draft: float, overhead: float) -> float:
+def _predicted(runs: Sequence[Run], tokens: float, curve: Mapping[int, float], draft: float, overhead: float) -> float:
     """Return the speed-up from measured drafting and overhead, with passes that cost what the curve says."""
-    plain_step = costs.pass_over(1)
+    plain_step = pass_over(curve, 1)
     sizes = Counter(count.drafted + 1 for run in runs for count in run.counts)  # policies and lookups vary them
     passes = max(1, sizes.total())
-    verify = sum(costs.pass_over(size) * times for size, times in sizes.items()) / passes
+    verify = sum(pass_over(curve, size) * times for size, times in sizes.items()) / passes
     return predicted_speedup(tokens, draft / passes / plain_step, verify / plain_step, overhead / passes / plain_step)

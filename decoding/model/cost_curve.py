@@ -1,85 +1,31 @@
-"""The cost model, measured on this machine: seconds of a target pass by new tokens, and of a draft by depth."""
+"""The cost curve, measured on this machine: seconds of a target pass by its number of new tokens."""
 
 import math
 import statistics
 import time
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSpark, TextKeys
 from decoding.rules.tree import TokenTree
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Seconds of one step of the loop for a given number of rows; linear between measured sizes.
+def pass_over(curve: Mapping[int, float], tokens: float) -> float:
+    """Return the seconds of a target pass over ``tokens`` new tokens per row, the root included.
 
-    ``target_pass`` maps the new tokens per row, including the root, to the seconds of a target pass; v(n) is its shape.
-    ``draft`` maps the depth of the draft to the seconds of drafting; depth 0 takes no time unless given.
+    ``curve`` maps measured sizes to seconds; v(n) is its shape. It is linear between them and constant before the first
+    size. After the last size it continues the last segment, but never decreases.
     """
-
-    target_pass: Mapping[int, float]
-    draft: Mapping[int, float] = field(default_factory=dict)
-
-    def pass_over(self, tokens: float) -> float:
-        """Return the seconds of a target pass over ``tokens`` new tokens in each row."""
-        return _interpolate(sorted(self.target_pass.items()), tokens)
-
-    def draft_to(self, depth: float) -> float:
-        """Return the seconds of drafting to ``depth``."""
-        return _interpolate(sorted({0: 0.0, **self.draft}.items()), depth)
-
-    def step(self, depth: float, nodes: float) -> float:
-        """Return the seconds of a step that drafts a tree of this depth with ``nodes`` nodes, including the root."""
-        return self.draft_to(depth) + self.pass_over(nodes)
-
-    @property
-    def draft_step(self) -> float:
-        """Cost of the draft's first token, in target passes over one token."""
-        return self.draft_to(1) / self.pass_over(1)
-
-
-def _interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Interpolate linearly between sorted ``points``.
-
-    The function is constant before the first point. After the last point it continues the last segment, but never
-    decreases.
-    """
-    after = bisect_right(points, (at, math.inf))
+    points = sorted(curve.items())
+    after = bisect_right(points, (tokens, math.inf))
     if after == 0 or len(points) == 1:
         return points[0][1]
     (left, low), (right, high) = points[min(after, len(points) - 1) - 1 :][:2]
     slope = (high - low) / (right - left)
-    return low + slope * (at - left) if at <= right else high + max(0.0, slope) * (at - right)
-
-
-class _Blocks:
-    """Timer of a DSpark draft's blocks after ``prefix`` tokens in each of ``rows`` texts."""
-
-    def __init__(self, dspark: DSpark, prefix: int, rows: int) -> None:
-        self._dspark, device = dspark, dspark.target.device
-        self._keys = TextKeys(dspark.draft, rows, prefix + 1)
-        states = dspark.draft.fc.weight.new_ones(prefix, dspark.draft.fc.in_features)
-        self._keys.append([states] * rows)
-        self._newest = torch.arange(rows, device=device)
-        self._state = states[:1]
-
-    def seconds(self, size: int) -> float:
-        """Time a draft step after one new token per text; ``size`` is ignored, because blocks have one size."""
-        lengths = list(self._keys.lengths)
-        begin = time.perf_counter()
-        self._keys.append([self._state] * len(lengths))
-        self._dspark.logits(self._keys.run(self._dspark.embed(self._newest)))
-        if self._newest.is_cuda:
-            torch.cuda.synchronize(self._newest.device)
-        passed = time.perf_counter() - begin
-        self._keys.lengths = lengths
-        return passed
+    return low + slope * (tokens - left) if tokens <= right else high + max(0.0, slope) * (tokens - right)
 
 
 class _Passes:
@@ -111,34 +57,24 @@ class _Passes:
 def measure_costs(
     target: CausalLM,
     sizes: Sequence[int] = (1, 2, 4, 8, 16, 32),
-    draft: CausalLM | DSpark | None = None,
     prefix: int = 128,
     rows: int = 1,
     repeats: int = 15,
     seconds: float = math.inf,
-) -> Costs:
+) -> dict[int, float]:
     """Measure the median seconds of a target pass over n new tokens after ``prefix`` cached ones, for n in ``sizes``.
 
-    Each of ``rows`` texts has n new tokens. A forward of the ``draft`` model, or a block of a DSpark draft, is measured
-    too. The passes alternate, so other load on the machine affects all alike. No round begins after ``seconds``, but at
-    least three are measured. If a pass looks cheaper than one over fewer tokens, this is noise: it gets the larger
-    cost.
+    Each of ``rows`` texts has n new tokens. The passes alternate, so other load on the machine affects all alike. No
+    round begins after ``seconds``, but at least three are measured. If a pass looks cheaper than one over fewer tokens,
+    this is noise: it gets the larger cost.
     """
     passes = _Passes(target, sizes, prefix, rows)
-    timed: list[tuple[_Passes | _Blocks, int]] = [(passes, size) for size in sizes]
-    at_once = draft.config.block_size if isinstance(draft, DSpark) else 1
-    if isinstance(draft, DSpark):
-        with torch.inference_mode():
-            timed.append((_Blocks(draft, prefix, rows), at_once))
-    elif draft is not None:
-        timed.append((_Passes(draft, (1,), prefix, rows), 1))
     warm_up, began = 2, time.perf_counter()
     rounds: list[list[float]] = []
     for repeat in range(warm_up + repeats):
         if repeat >= warm_up + 3 and time.perf_counter() - began > seconds:
             break
         with torch.inference_mode():
-            rounds.append([each.seconds(size) for each, size in timed])
+            rounds.append([passes.seconds(size) for size in sizes])
     medians = [statistics.median(times) for times in zip(*rounds[warm_up:], strict=True)]
-    curve = dict(zip(sizes, accumulate(medians[: len(sizes)], max), strict=True))
-    return Costs(curve, {} if draft is None else dict.fromkeys((1, at_once), medians[-1]))
+    return dict(zip(sizes, accumulate(medians, max), strict=True))

@@ -11,7 +11,6 @@ tokens of the block before it (`RecurrentBias`).
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from decoding.model.forward import OutputLayer
 
@@ -52,21 +51,14 @@ class MarkovBias(nn.Module):
         self,
         logits: Float[Tensor, "*nodes outputs"],
         before: Int[Tensor, "*nodes"],
-        outputs: Int[Tensor, "*nodes outputs"] | None = None,
         factor: Float[Tensor, "*nodes rank"] | None = None,
     ) -> Float[Tensor, "*nodes outputs"]:
         """Return the logits with the bias after these tokens, in the logits' dtype and on their device.
 
-        ``outputs``: the output of each logit; None if the logits are of all outputs. ``factor``: see `factor`; None:
-        the tokens' embeddings.
+        ``factor``: see `factor`; None: the tokens' embeddings.
         """
         factor = self.embedding(before.to(self.embedding.weight.device)) if factor is None else factor
-        if outputs is not None and outputs.numel() < self.output.out_features:
-            rows = F.embedding(outputs.to(factor.device), self.output.weight)
-            bias: Tensor = (rows @ factor[..., None])[..., 0]
-        else:  # the nodes' own rows of the weight would be larger than the weight
-            bias = self.output(factor)
-            bias = bias if outputs is None else bias.gather(-1, outputs.to(bias.device))
+        bias: Tensor = self.output(factor)
         return logits + bias.to(logits)
 
 

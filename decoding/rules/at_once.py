@@ -312,8 +312,7 @@ class AtOnce(NamedTuple):
 
 
 _ANY = frozenset(ProposalKind)
-_KNOWN_Q = _ANY - {ProposalKind.MIXED}
-_DRAWN_ALONE = _KNOWN_Q - {ProposalKind.DETERMINISTIC, ProposalKind.GRAFTED}
+_DRAWN_ALONE = _ANY - {ProposalKind.DETERMINISTIC, ProposalKind.GRAFTED}
 
 
 def at_once(rule: Rule, proposals: Sequence[Proposal]) -> AtOnce | None:
@@ -322,8 +321,8 @@ def at_once(rule: Rule, proposals: Sequence[Proposal]) -> AtOnce | None:
         return AtOnce(partial(accept_typical, **rule.decide.keywords), _ANY)
     known = (
         (sampled_verify, AtOnce(walk, _ANY)),
-        (recursive_rejection, AtOnce(reject, _KNOWN_Q)),
+        (recursive_rejection, AtOnce(reject, _ANY)),
         (traversal_verification, AtOnce(climb, _DRAWN_ALONE, chains_only=True)),
-        (traversal_verification, AtOnce(traverse, _KNOWN_Q)),
+        (traversal_verification, AtOnce(traverse, _ANY)),
     )
     return next((function for decide, function in known if rule.decide is decide and function.takes(proposals)), None)

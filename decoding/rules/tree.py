@@ -302,13 +302,11 @@ class ProposalKind(Enum):
     """The set of children is a function of the context alone: top-k, argmax, lookup."""
     GRAFTED = "grafted"
     """Children drawn in one of the two ways above, followed by children that are a function of the context."""
-    MIXED = "mixed"
-    """Children of several origins, such as the draws of two drafts, with unknown q."""
 
     @property
     def has_q(self) -> bool:
         """True if proposals of this kind carry the q that their tokens were drawn from."""
-        return self not in (ProposalKind.DETERMINISTIC, ProposalKind.MIXED)
+        return self is not ProposalKind.DETERMINISTIC
 
 
 class DrawnPart(NamedTuple):
@@ -324,7 +322,7 @@ class Proposal:
 
     ``q`` (parents, vocab) has a row for each node with drawn children, in the order of the nodes: the distribution,
     after every sampling control, from which the node's first child was drawn. In a chain, row i is node i's.
-    Deterministic and mixed proposals have ``q`` None.
+    Deterministic proposals have ``q`` None.
 
     ``drawn`` is the drawn part of a grafted proposal, None for any other. ``matched`` is the length of the text's
     suffix that a lookup found earlier, 0 without a lookup.

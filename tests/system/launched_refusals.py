@@ -9,10 +9,9 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest.mock import patch
 
-import yaml
 from rich.console import Console
 from whole_runs import write_recipe, write_workshop
 
@@ -34,8 +33,8 @@ class Place(NamedTuple):
     error: type[Exception] = ValueError
 
 
-def train(*overrides: str, kind: str = "medusa") -> Callable[[Path], object]:
-    return lambda folder: run_recipe(load_recipe(folder / f"{kind}.yaml", overrides), QUIET)
+def train(*overrides: str) -> Callable[[Path], object]:
+    return lambda folder: run_recipe(load_recipe(folder / "medusa.yaml", overrides), QUIET)
 
 
 def features(folder: Path) -> object:
@@ -55,7 +54,6 @@ def evaluate(folder: Path) -> object:
 
 
 PLACES = {
-    "costs": Place(0, "trainer.drafts.job.best_costs", train(kind="draft")),
     "target": Place(1, "trainer.target.loading.load_model", train()),
     "rows": Place(1, "trainer.data.dataset.load_dataset", train()),
     "batches": Place(1, "trainer.run.feed.collate", train()),
@@ -72,12 +70,7 @@ def prepare(folder: Path) -> None:
     """Write a target, texts and recipes, of features in several shards too."""
     write_workshop(folder)
     (folder / "prompts.jsonl").write_text('{"prompt": "a b c"}\n{"prompt": "b c d"}\n')
-    for kind in ("medusa", "draft"):
-        path = Path(write_recipe(folder, kind, folder / kind, micro_batch_size=2))
-        content: dict[str, Any] = yaml.safe_load(path.read_text())
-        if kind == "draft":
-            content["draft"] = {"check_costs": True}
-        path.write_text(yaml.safe_dump(content))
+    write_recipe(folder, "medusa", folder / "medusa", micro_batch_size=2)
 
 
 def refuse(folder: Path, name: str) -> dict[str, str]:

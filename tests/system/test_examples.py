@@ -103,7 +103,7 @@ def test_train_draft_distils_a_draft_and_measures_its_lengths(desk: Desk) -> Non
     short.parent.mkdir()
     (desk.folder / "recipes").symlink_to(ROOT / "recipes")
     short.write_text((EXAMPLES / short.name).read_text().replace("max_new_tokens=64", "max_new_tokens=16"))
-    printed = desk.run(str(short), *desk.recipe, "output=drafted", "draft.check_costs=false")
+    printed = desk.run(str(short), *desk.recipe, "output=drafted")
     assert (desk.folder / "drafted/final/model.safetensors").is_file()
     found = re.findall(r"^(\d) drafted tokens: the same texts, ([\d.]+) tokens per target pass, ", printed, re.M)
     assert [tokens for tokens, _ in found] == ["2", "4", "6"]

@@ -352,8 +352,6 @@ def run(command: str, desk: Path, environment: dict[str, str], warm: WarmProgram
     words += TINY.get(" ".join(words[:2]), "").split()
     if "evaluate" in words and "--batch-size" in words:
         words[words.index("--limit") + 1] = "8"  # as many as the largest batch holds
-    if re.search("recipes/any/(draft|dspark)", command):
-        words.append("draft.check_costs=false")  # no draft pays for so small a target
     if warm is not None and words[0] in ("headstart", "accelerate"):
         done = warm.run(["-c", QUICK, *words[1:]] if words[1] == "plan" else words, desk, seconds=240)
     else:

@@ -76,8 +76,6 @@ def shortened(command: str) -> list[str]:
             words[words.index(option) + 1] = value
         else:
             words = [word for word in words if not word.startswith(f"{option}=")] + [f"{option}={value}"]
-    if "recipes/any/dspark.yaml" in words:
-        words.append("draft.check_costs=false")  # after one step no draft pays
     return words
 
 

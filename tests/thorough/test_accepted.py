@@ -80,9 +80,8 @@ def test_a_shipped_recipe_trains_what_its_arm_was_measured_with(
     offered = load_recipe(RECIPES / f"{shipped}.yaml", ["target=T", "data.train=A", "data.heldout=H"]).model_dump()
     assert offered["training"] == measured["training"]
     part = "heads" if arm.recipe == "medusa1" else "draft"
-    # Costs are not checked on a busy machine, and evaluations draft chains of another length.
-    free = {"check_costs", "num_draft_tokens"}
-    assert {**offered[part], **dict.fromkeys(free)} == {**measured[part], **dict.fromkeys(free)}
+    free = {"num_draft_tokens": None}  # evaluations draft chains of another length
+    assert {**offered[part], **free} == {**measured[part], **free}
 
 
 def test_a_second_run_decodes_the_new_prompts_alone(

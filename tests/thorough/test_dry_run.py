@@ -14,11 +14,10 @@ from trainer.cli import app
 
 CASES: dict[str, dict[str, Any]] = {
     "medusa": {"features": {"folder": "features"}},
-    "draft": {"draft": {"check_costs": False, "policy": {"loop": 1, "max_new_tokens": 8, "every": 2}}},
+    "draft": {"draft": {"policy": {"loop": 1, "max_new_tokens": 8, "every": 2}}},
     "dspark": {
         "kind": "draft",
         "draft": {
-            "check_costs": False,
             "policy": {"loop": 1, "loop_trains": "all", "max_new_tokens": 8, "every": 2},
             "dspark": {"block_size": 3, "mask_token": "<user>"},
         },

@@ -135,9 +135,9 @@ def test_the_report_names_the_machine_the_versions_and_the_commit_and_survives_b
 def test_texts_that_differ_are_reported_with_their_margin_and_those_that_ended_early_apart(
     tiny_llama: CausalLM,
 ) -> None:
-    plain = Method("greedy", "plain", "lossless", lambda prompt, seed: Run((3, 4, 5), 2, 1.0, 1.0))
+    plain = Method("greedy", "plain", "lossless", lambda *asked: [Run((3, 4, 5), 2, 1.0, 1.0)])
     texts = {1: (3, 4), 4: (3, 4, 6), 6: (3, 4, 5)}
-    bent = Method("greedy", "bent", "lossless", lambda prompt, seed: Run(texts[prompt[0]], 1, 1.0, 1.0))
+    bent = Method("greedy", "bent", "lossless", lambda prompts, *_: [Run(texts[prompts[0][0]], 1, 1.0, 1.0)])
     found = row(as_json(evaluate(tiny_llama, [plain, bent], PROMPTS, GREEDY)), "greedy", "bent")["identical_to_plain"]
     assert (found["identical"], found["of"], found["ended_early"]) == (1, 3, 1)
     assert found["margins"] == [found["largest_margin"]]
@@ -150,9 +150,9 @@ def test_the_speed_up_of_totals_weighs_a_text_by_its_time_and_the_median_does_no
     """24 seconds of plain decoding against 22; of three paired runs two are twice as fast."""
 
     def method(name: str, short: float) -> Method:
-        def run(prompt: Any, seed: int) -> Run:  # the first token comes from the prefill, which takes a second
-            tokens = 101 if len(prompt) == 2 else 11
-            return Run((3,) * tokens, tokens - 1, 1.0, 20.0 if len(prompt) == 2 else short)
+        def run(prompts: Any, *_: Any) -> list[Run]:  # the first token comes from the prefill, which takes a second
+            tokens = 101 if len(prompts[0]) == 2 else 11
+            return [Run((3,) * tokens, tokens - 1, 1.0, 20.0 if len(prompts[0]) == 2 else short)]
 
         return Method("greedy", name, "lossless", run)
 

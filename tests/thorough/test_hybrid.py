@@ -57,62 +57,32 @@ def test_what_both_draft_is_one_node_and_the_rest_stands_behind_the_first_tree()
     first = deterministic((0, 0, 1), (5, 6, 7))
     lookup = deterministic((0, 1, 2, 0, 4), (6, 8, 2, 5, 7))
     grafted = graft(first, lookup)
-    tree = grafted.proposal.tree
+    tree = grafted.tree
     assert tree.token_list == [ROOT, 5, 6, 7, 8, 2]
     assert tree.shape.parents == (-1, 0, 0, 1, 2, 4)
     assert paths(tree) == paths(first.tree) | paths(lookup.tree)
-    assert grafted.nodes == ([0, 1, 2, 3], [0, 2, 4, 5, 1, 3])
-    assert grafted.proposal.kind is ProposalKind.DETERMINISTIC
+    assert grafted.kind is ProposalKind.DETERMINISTIC
 
 
 def test_duplicates_drawn_with_replacement_stay_and_the_graft_goes_on_behind_the_first_of_them() -> None:
     first = sampled((0, 0, 1), (5, 5, 3))
     grafted = graft(first, deterministic((0, 1), (5, 4)))
-    tree = grafted.proposal.tree
+    tree = grafted.tree
     assert (tree.token_list, tree.shape.parents) == ([ROOT, 5, 5, 3, 4], (-1, 0, 0, 1, 1))
-    assert grafted.proposal.kind is ProposalKind.GRAFTED and grafted.proposal.q is first.q
-    assert grafted.proposal.drawn == (4, ProposalKind.SAMPLED)
+    assert grafted.kind is ProposalKind.GRAFTED and grafted.q is first.q
+    assert grafted.drawn == (4, ProposalKind.SAMPLED)
 
 
 @pytest.mark.parametrize(
-    ("first", "lookup", "kind"),
+    ("first", "token", "kind"),
     [
-        (deterministic((0,), (5,)), deterministic((0,), (6,)), ProposalKind.DETERMINISTIC),
-        (sampled((0,), (5,)), deterministic((0,), (6,)), ProposalKind.GRAFTED),
-        (sampled((0,), (5,)), deterministic((0,), (5,)), ProposalKind.GRAFTED),
-        (deterministic((0,), (5,)), sampled((0,), (6,)), ProposalKind.MIXED),
-        (sampled((0,), (5,)), sampled((0,), (6,)), ProposalKind.MIXED),
+        (deterministic((0,), (5,)), 6, ProposalKind.DETERMINISTIC),
+        (sampled((0,), (5,)), 6, ProposalKind.GRAFTED),
+        (sampled((0,), (5,)), 5, ProposalKind.GRAFTED),
     ],
 )
-def test_the_graft_is_deterministic_only_if_both_are_and_mixed_where_both_drew(
-    first: Proposal, lookup: Proposal, kind: ProposalKind
-) -> None:
-    assert graft(first, lookup).proposal.kind is kind
-
-
-# --- sessions -------------------------------------------------------------------------------------------------------
-
-
-class Listening(ScriptedDrafter):
-    """Keeps what it is told."""
-
-    def __init__(self, *script: tuple[Sequence[int], Sequence[int]]) -> None:
-        super().__init__(*script)
-        self.heard: list[tuple[Proposal, Tensor]] = []
-
-    def observe(self, proposal: Proposal, logits: Tensor) -> None:
-        self.heard.append((proposal, logits))
-
-
-def test_each_session_is_told_what_the_target_said_at_its_own_nodes(tiny_llama: CausalLM) -> None:
-    first, lookup = Listening(((0, 0), (5, 6))), Listening(((0, 1), (6, 8)))
-    session = opened(HybridDrafter(first, lookup), tiny_llama)
-    (proposal,) = session.propose([request([ROOT])])
-    assert proposal.tree.token_list == [ROOT, 5, 6, 8]
-    session.observe([proposal], [torch.arange(4.0)[:, None].expand(4, 16)])
-    for listener, tokens, nodes in ((first, [ROOT, 5, 6], [0, 1, 2]), (lookup, [ROOT, 6, 8], [0, 2, 3])):
-        ((own, logits),) = listener.heard
-        assert own.tree.token_list == tokens and logits[:, 0].tolist() == nodes
+def test_the_graft_is_deterministic_only_if_both_are(first: Proposal, token: int, kind: ProposalKind) -> None:
+    assert graft(first, deterministic((0,), (token,))).kind is kind
 
 
 # --- if the first drafter drafts ------------------------------------------------------------------------------------
@@ -180,8 +150,8 @@ def test_q_must_not_be_kept_where_the_lookup_happens_to_add_nothing() -> None:
 
     def mutant(source: RandomSource) -> Proposal:
         first = drawn(source)
-        grafted = graft(first, Proposal(TokenTree.chain([0, 1]), ProposalKind.DETERMINISTIC)).proposal
-        return first if len(grafted.tree) == len(first.tree) else Proposal(grafted.tree, ProposalKind.MIXED)
+        grafted = graft(first, Proposal(TokenTree.chain([0, 1]), ProposalKind.DETERMINISTIC))
+        return first if len(grafted.tree) == len(first.tree) else Proposal(grafted.tree, ProposalKind.DETERMINISTIC)
 
     assert distance_from_target(mutant, by_its_rule, p, 3) > LOSSY
 

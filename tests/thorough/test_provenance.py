@@ -101,7 +101,7 @@ def test_a_draft_is_known_by_the_weights_it_starts_from_wherever_they_lie(run_fo
     """The same draft in two folders is one run, another draft is not."""
 
     def identity(name: str) -> dict[str, Any]:
-        draft = {"check_costs": False, "init": {"from_model": str(run_folder / name)}}
+        draft = {"init": {"from_model": str(run_folder / name)}}
         return identity_of(run_folder, kind="draft", draft=draft)
 
     for name, seed in (("one", 1), ("moved", 1), ("other", 2)):
@@ -132,10 +132,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "heads on stored features": {"kind": "medusa", "features": {"folder": "features"}},
     "heads with adapters": {"kind": "medusa", "adapters": {"rank": 2}},
     "a draft": {"kind": "draft"},
-    "a draft by a teacher cache": {
-        "kind": "draft",
-        "draft": {"check_costs": False, "teacher": {"folder": "teacher", "top_k": 4}},
-    },
+    "a draft by a teacher cache": {"kind": "draft", "draft": {"teacher": {"folder": "teacher", "top_k": 4}}},
 }
 
 

@@ -29,7 +29,7 @@ def test_a_recipe_of_a_small_target_or_for_any_trains_to_its_end_in_a_few_steps(
     if path.stem == "medusa2":
         small += ["adapters.heads_first_steps=1"]
     if path.stem.startswith(("draft", "dspark")):
-        small += ["draft.check_costs=false", "draft.init.from_model=null", "draft.policy.max_new_tokens=4"]
+        small += ["draft.init.from_model=null", "draft.policy.max_new_tokens=4"]
     if path.stem == "dspark":  # every id of the tiny tokenizer is a word
         small += ["draft.dspark.mask_token=<user>"]
     AcceleratorState._reset_state(True)

@@ -20,7 +20,6 @@ from decoding.measure.rows import figures_of
 from decoding.measure.samples import pieces_of, samples_of
 from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
-from decoding.model.cost_curve import Costs
 
 PROMPTS = [(1, 2, 3), (4, 5), (6, 7, 8, 9)]
 PROVENANCE = {"identity": {"max_new_tokens": 6}, "commit": "c", "hardware": "h", "versions": "v"}
@@ -130,7 +129,13 @@ def test_a_row_says_the_rule_the_shape_and_how_its_drafts_are_chosen(report: dic
 
 def scripted(name: str, run: Callable[[Sequence[int], int], Run], temperature: float = 0.0) -> Method:
     setting = f"T={temperature:g}" if temperature else "greedy"
-    return Method(setting, name, "lossless", run, temperature=temperature)
+    return Method(
+        setting,
+        name,
+        "lossless",
+        lambda *asked: [run(*one) for one in zip(*asked[:2], strict=True)],
+        temperature=temperature,
+    )
 
 
 def measured(target: CausalLM, methods: list[Method], source: Any, **settings: Any) -> tuple[Report, Measurement]:
@@ -284,9 +289,9 @@ def test_the_cost_curve_that_predicts_speedups_is_measured_in_the_middle_of_the_
         def prompt(self, index: int, context: int | None = None, answers: Any = ()) -> tuple[int, ...]:
             return (1,) * context if context else super().prompt(index)
 
-    def measured(target: CausalLM, **options: Any) -> Costs:
+    def measured(target: CausalLM, **options: Any) -> dict[int, float]:
         asked.append(options)
-        return Costs({1: 1.0})
+        return {1: 1.0}
 
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(measurement_module, "measure_costs", measured)

@@ -45,7 +45,6 @@ def test_a_run_that_was_killed_is_gone_on_with_to_the_same_bytes(
         ({"max_new_tokens": 31}, "max_new_tokens 30, not 31"),
         ({"seed": 1}, "seed 0, not 1"),
         ({"prompt_field": "prompt"}, "prompt_field None, not 'prompt'"),
-        ({"keep_truncated": False}, "keep_truncated True, not False"),
         ({"target": "random"}, "target_fingerprint"),
         ({"dtype": "bf16"}, "dtype 'float32', not 'bfloat16'"),
         ({"rows": ["a", "c"]}, "prompts_sha256"),

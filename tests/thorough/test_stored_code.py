@@ -90,7 +90,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         model.save_pretrained(folder / name)
         byte_tokenizer().save_pretrained(folder / name)
     write_attacker(folder / "attacker", folder / "mark")
-    of_attacker = {"init": {"from_model": str(folder / "attacker")}, "check_costs": False}
+    of_attacker = {"init": {"from_model": str(folder / "attacker")}}
     for name, kind, target, more in (
         ("heads", "medusa", "attacker", {}),
         ("draft", "draft", "good", {"draft": of_attacker}),

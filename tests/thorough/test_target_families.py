@@ -11,6 +11,7 @@ import torch
 from distilling import objective_for as distill
 from dspark_training import TEXTS
 from dspark_training import objective_for as dspark_on
+from enumerated_rules import distribution
 from scripted_drafters import HostileDrafter
 from target_families import CHAINS, PLAIN, SIDES, TREES, VOCAB, family_model, write_sides
 from test_generate_families import transformers_greedy
@@ -22,7 +23,7 @@ from decoding.drafters import DraftModelDrafter, DraftTreeDrafter, DSparkDrafter
 from decoding.drafters.base import DraftRequest, TextDrafter, TextStart
 from decoding.fields import check_messages
 from decoding.generate import DecodingConfig, Engine
-from decoding.measure.proof.enumeration import Context, distribution
+from decoding.measure.proof.enumeration import Context
 from decoding.model import rows
 from decoding.model.architecture import abilities
 from decoding.model.causal_lm import CausalLM
@@ -55,8 +56,6 @@ class Chains(HostileDrafter):
 
     def open_text(self, *args: Any) -> Any:
         return self if self._share != "half" else super().open_text(*args)
-
-    def observe(self, *args: Any) -> None: ...
 
     def propose(self, request: Any) -> Any:
         """Propose the right continuation, or one without a right token."""
@@ -259,8 +258,6 @@ class Drawing(TextDrafter):
     def open_text(self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int) -> Any:
         self._source = start.source
         return self
-
-    def observe(self, *args: Any) -> None: ...
 
     def propose(self, request: DraftRequest) -> Proposal:
         drawn = [self._source.draw(self._q) for _ in range(request.max_depth)]

@@ -129,10 +129,7 @@ def _checked(options: EvaluateOptions) -> EvaluationConfig:
 
 
 def _method(setting: Setting, name: str) -> Method:
-    def decode(prompt: Sequence[int], seed: int) -> Run:
-        raise AssertionError("a server decodes")
-
-    return Method(setting.name, name, "unproved", decode, temperature=setting.temperature)
+    return Method(setting.name, name, "unproved", None, temperature=setting.temperature)
 
 
 def _cells(methods: Sequence[Method], config: EvaluationConfig, loads: Sequence[GridCell]) -> Iterator[Cell]:

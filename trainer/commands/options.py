@@ -268,10 +268,6 @@ class RegenerateOptions(shared.LoadingOptions):
         int | None, Option(min=1, help="Longest answer in tokens; by default 2,048, or half of a shorter context.")
     ] = None
     seed: shared.Seed = 0
-    keep_truncated: Annotated[
-        bool,
-        Option("--keep-truncated/--drop-truncated", help="Keep answers that --max-new-tokens cut off.", hidden=True),
-    ] = True
     drafter: Annotated[
         str | None,
         Option(metavar=shared.SPEC, help=f"Drafter that speeds up a target in this process; {shared.DRAFTERS}."),
@@ -294,10 +290,6 @@ class RealignOptions:
     output: Annotated[
         Path, Option(metavar="FOLDER", help="Folder of the run; it gets realigned.json and the draft in final/.")
     ]
-    heldout: Annotated[
-        str | None,
-        Option(metavar="FILE", help=".jsonl file of prompts to measure with; by default 5% of --prompts, at most 50."),
-    ] = None
     temperature: Annotated[
         float, Option(help="Sampling temperature of the training answers, best as in later use; 0 is greedy.")
     ] = 0.0

@@ -39,8 +39,7 @@ from trainer.commands.options import RealignOptions, RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
 from trainer.commands.shared_options import ModelOptions
 from trainer.data.conversations import read_heldout
-from trainer.data.dataset import not_held_out
-from trainer.files.folders import check_can_be_folder, hold, sha256_of, write_text
+from trainer.files.folders import check_can_be_folder, hold, write_text
 from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.reading import overridden, parse_recipe
 from trainer.run.train import FINAL, run_recipe
@@ -80,8 +79,6 @@ def run_realign(options: RealignOptions, console: Console | None = None) -> dict
 
 def _realign(options: RealignOptions, recipe: DraftRecipe, console: Console, watched: Console) -> dict[str, Any]:
     split_prompts(options)
-    if options.heldout is not None and sha256_of(Path(options.heldout)) == sha256_of(Path(options.prompts)):
-        say(watched, not_held_out("--heldout", "--prompts"))
     before = _measure(options, recipe, options.draft, watched)
     found = "; ".join(f"{name}: {estimate(each['tokens_per_pass'])}" for name, each in before.figures.items())
     say(console, f"the stale draft, tokens per target pass: {found}")
@@ -114,20 +111,12 @@ def _realign(options: RealignOptions, recipe: DraftRecipe, console: Console, wat
 def split_prompts(options: RealignOptions) -> None:
     """Split the prompts into three files; the last rows are held out."""
     rows = [line.rstrip(b"\n") for _, line in read_lines(options.prompts)]
-    choosing = min(_MOST_CHOOSING, math.ceil(len(rows) / 20))
-    if options.heldout is None:
-        heldout = rows[len(rows) - min(_MOST_HELDOUT, math.ceil(len(rows) / 20)) :]
-        rows = rows[: len(rows) - len(heldout)]
-    else:
-        heldout = [line.rstrip(b"\n") for _, line in read_lines(options.heldout)][:_MOST_HELDOUT]
-        if not heldout:
-            raise UserError(f"{options.heldout} contains no prompts: give another file, or omit --heldout")
-    if len(rows) < choosing + 1 or not heldout:
-        raise UserError(
-            f"{options.prompts} leaves {len(rows)} prompts to learn from: give at least 3, ideally hundreds"
-        )
+    if len(rows) < 3:
+        raise UserError(f"{options.prompts} has {len(rows)} prompts: give at least 3, ideally hundreds")
+    choosing, heldout = (min(most, math.ceil(len(rows) / 20)) for most in (_MOST_CHOOSING, _MOST_HELDOUT))
     options.output.mkdir(parents=True, exist_ok=True)
-    parts = {_PROMPTS: rows[:-choosing], _CHOOSING: rows[-choosing:], _HELDOUT: heldout}
+    learnt, last = rows[:-heldout], rows[-heldout:]
+    parts = {_PROMPTS: learnt[:-choosing], _CHOOSING: learnt[-choosing:], _HELDOUT: last}
     for name, part in parts.items():
         write_text(options.output / name, "".join(line.decode() + "\n" for line in part))
 
@@ -186,7 +175,7 @@ def recipe_of(options: RealignOptions, positions: int = 1 << 30) -> DraftRecipe:
             "heldout": str(answers_to(options.output / _CHOOSING)),
             "max_length": min(positions - options.max_new_tokens, max(_SEQUENCE_TOKENS, 2 * options.max_new_tokens)),
         },
-        "draft": {**draft, "init": {"from_model": options.draft}, "check_costs": False},  # the draft is already in use
+        "draft": {**draft, "init": {"from_model": options.draft}},
         "training": {"steps": options.steps, "batch_size": 16, "micro_batch_size": 4},
         "evaluation": {
             "every": every,

@@ -35,7 +35,7 @@ from trainer.files.folders import digest_of, sha256_of
 from trainer.target.in_process import GROUP, TargetBackend
 from trainer.terminal.console import say, standard_error, standard_output
 
-_SETTINGS = ("n", "seed", "keep_truncated")
+_SETTINGS = ("n", "seed")
 """Options that determine the answers."""
 _MOST_TOKENS = 2048
 _OF_THIS_PROCESS = ("drafter", "batch_size", "dtype", "trust_remote_code")
@@ -69,7 +69,7 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
         later = ((),) * (wanted.turns - 1)
         conversations = (replace(each, turns=(*each.turns, *later)) for each in conversations)
     about = {"prompts": asked.about, "commit": commit(), "versions": versions()}
-    with AnswerFile(options.output, settings, about, options.keep_truncated, backend.encoder) as answers:
+    with AnswerFile(options.output, settings, about, backend.encoder) as answers:
         summary = answer(backend, conversations, answers, watched, total)
     if bad and bad.count:
         say(watched, f"{bad.count} rows without a prompt are left out; the first: {bad.first}")
@@ -77,8 +77,8 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
         say(watched, report_unread(options.prompts, unread))
     console.print(_table(summary))
     answers.check_not_empty()
-    if cut := summary.truncated + summary.dropped:
-        share = cut / (summary.answered + summary.dropped)
+    if summary.truncated:
+        share = summary.truncated / summary.answered
         most = made_by["max_new_tokens"]
         say(watched, f"warning: {share:.1%} of the answers were cut off at {most:,} tokens: raise --max-new-tokens")
     aside = f"; answers set aside, with reasons: {answers.set_aside_path}" if summary.set_aside else ""
@@ -121,7 +121,7 @@ def _self_written(
     assert writing is not None, "made by _backend"
     draws = PromptDraws(wanted, *writing, GROUP * options.batch_size)
     how = {**_controls(WRITING), "max_new_tokens": LONGEST, "seed": options.seed, "opening": writing[0].opening}
-    with AnswerFile(options.output.with_name(options.output.name + DRAWS), {**made_by, **how}, {}, True) as file:
+    with AnswerFile(options.output.with_name(options.output.name + DRAWS), {**made_by, **how}, {}) as file:
         draws.resume(file)
         answer(draws, draws.conversations(), file, watched, title="writing prompts")
     say(watched, f"{options.prompts}: {draws.told()}")
@@ -162,13 +162,12 @@ def _table(summary: Summary) -> Table:
         "answered now": summary.answered,
         "answers": summary.answers,
         "mean tokens of an answer": f"{summary.tokens / summary.answers:.1f}" if summary.answers else None,
-        "cut off, kept": summary.truncated,
+        "cut off": summary.truncated,
         "later turns left out": summary.unasked or None,
         "text only, without token ids": summary.texts_alone or None,
         "with reasoning": summary.reasoned or None,
         "with reasoning only": summary.reasoned_only or None,
         "rows that name another model": summary.other_models or None,
-        "cut off, set aside": summary.dropped,
         "empty, set aside": summary.empty,
         "failed, set aside": summary.failed,
         "answers/s": f"{summary.answers / summary.seconds:.1f}" if summary.answers else None,

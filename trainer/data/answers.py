@@ -33,7 +33,7 @@ from trainer.recipe.common import DataSection
 from trainer.terminal.console import ProgressBar
 
 _META = ".meta.json"
-Problem = Literal["empty", "truncated", "failed"]
+Problem = Literal["empty", "failed"]
 
 
 @dataclass(frozen=True)
@@ -90,19 +90,14 @@ class AnswerFile:
     """The answers on disk, locked by one run. A file reopened with the same settings knows which answers are done."""
 
     def __init__(
-        self,
-        path: Path,
-        settings: dict[str, Any],
-        about: dict[str, Any],
-        keep_truncated: bool,
-        encoder: TranscriptEncoder | None = None,
+        self, path: Path, settings: dict[str, Any], about: dict[str, Any], encoder: TranscriptEncoder | None = None
     ) -> None:
         """Open or create the file. ``encoder`` is `Backend.encoder`; rows that it rejects are set aside."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.set_aside_path = path.with_name(path.name + SET_ASIDE)
         """The file of conversations without an answer, each with a reason."""
-        self._keep_truncated, self._encoder = keep_truncated, encoder
+        self._encoder = encoder
         with ExitStack() as until_read:
             until_read.enter_context(hold_file(path))
             _begin(path, self.set_aside_path, settings, about)
@@ -147,8 +142,6 @@ class AnswerFile:
         conversation = outcome.conversation
         if any(map(is_empty, outcome.answers)):
             return FailedConversation(conversation, "empty", "the answer is empty")
-        if outcome.truncated and not self._keep_truncated:
-            return FailedConversation(conversation, "truncated", "the answer did not end within the allowed tokens")
         try:
             fields = parse_row(json.dumps(_row_of(outcome)).encode(), "the answer")
             transcript = transcript_of(Row("the answer", fields), DataSection(train="", heldout=""))
@@ -235,7 +228,6 @@ class Summary:
     reasoned: int = 0
     reasoned_only: int = 0
     other_models: int = 0
-    dropped: int = 0
     empty: int = 0
     failed: int = 0
     texts_alone: int = 0
@@ -244,7 +236,6 @@ class Summary:
     def count(self, outcome: Outcome) -> None:
         if isinstance(outcome, FailedConversation):
             self.empty += outcome.problem == "empty"
-            self.dropped += outcome.problem == "truncated"
             self.failed += outcome.problem == "failed"
             return
         self.answered += 1
@@ -262,7 +253,7 @@ class Summary:
     @property
     def set_aside(self) -> int:
         """Number of conversations without an answer to train on."""
-        return self.dropped + self.empty + self.failed
+        return self.empty + self.failed
 
 
 def answer(

@@ -1,17 +1,12 @@
-"""The job of a draft: from a recipe to an objective, its DSpark start, and the check that the draft can pay."""
+"""The job of a draft: from a recipe to an objective, and its DSpark start."""
 
-import copy
-import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from decoding.errors import UserError
-from decoding.metrics import break_even
 from decoding.model.causal_lm import CausalLM
-from decoding.model.cost_curve import Costs, measure_costs
-from decoding.model.dspark import DSpark, DSparkDraft
+from decoding.model.dspark import DSparkDraft
 from decoding.model.dspark_config import GPU_HEAD_DIMS, DSparkConfig
 from decoding.model.fingerprint import fingerprint
 from decoding.model.hub import local_folder
@@ -22,7 +17,7 @@ from trainer.drafts.dspark_start import SCALED, initial_dspark, rotary_of, start
 from trainer.drafts.on_policy import policy_source
 from trainer.drafts.start import InitialDraft, initial_draft
 from trainer.job import Job, shared_identity
-from trainer.processes import Process, from_first
+from trainer.processes import Process
 from trainer.recipe.draft import DraftRecipe
 from trainer.target.features import StoredTaps, ensure_features
 from trainer.target.loading import OnlineTarget, Target, load_data, load_target
@@ -33,8 +28,7 @@ from trainer.target.vocabulary import say_coverage
 def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, begins: bool = False) -> Job:
     """Load and check everything that the recipe names, and write missing features or teacher logits.
 
-    Every process calls this. ``begins``: see `trainer.run.train`. A run that resumes is not checked, because a busy
-    machine must not stop it.
+    Every process calls this. ``begins``: see `trainer.run.train`.
     """
     if (start := recipe.draft.init.from_model) is not None:
         local_folder(start, weights=False)  # a misspelt name ends the run before the target is loaded
@@ -70,8 +64,6 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
     else:
         initial = initial_draft(target.model, target.tokenizer, section, examples, trusted, longest)
     identity = _identity(recipe, target, dataset, heldout, initial)
-    if begins and section.check_costs:
-        _check_costs(target, initial, process)
     if isinstance(initial, DSparkDraft):
         taps, seed = initial.config.target_layer_ids, recipe.training.seed
         states = OnlineTarget(target.model)
@@ -121,70 +113,3 @@ def _longest(recipe: DraftRecipe, target: CausalLM) -> int:
     policy, evaluation = recipe.draft.policy, recipe.evaluation
     answers = [policy.max_new_tokens if policy.generates else 0, evaluation.max_new_tokens if evaluation.prompts else 0]
     return min(recipe.data.max_length + max(answers), target.max_positions or 1 << 30)
-
-
-def _check_costs(target: Target, initial: InitialDraft | DSparkDraft, process: Process) -> None:
-    """Reject a draft that cannot pay, on every process, by costs measured on the first in the decoding dtype."""
-
-    def measure() -> Costs:
-        if isinstance(initial, DSparkDraft):
-            return best_costs(target.model, DSpark(copy.deepcopy(initial).to(target.dtype).eval(), target.model))
-        draft: Any = copy.deepcopy(initial.model)
-        return best_costs(target.model, CausalLM(draft.to(target.dtype).eval(), initial.output_tokens))
-
-    process.say(check_pays(from_first(measure)))
-
-
-# --- the cost check ---------------------------------------------------------------------------------------------------
-
-DEEPEST = 16
-"""Longest draft that is considered."""
-
-
-class Payoff(NamedTuple):
-    """The largest speed-up that costs allow, and the per-position acceptance from which a draft gains.
-
-    ``least_acceptance`` is rounded up to hundredths; None if no draft length gains even if all tokens are accepted.
-    """
-
-    least_acceptance: float | None
-    largest_speedup: float
-
-
-def best_costs(target: CausalLM, draft: CausalLM | DSpark) -> Costs:
-    """Measure costs; if a draft could not gain, perhaps on a busy machine, take the best of three measurements."""
-    sizes = range(1, (draft.config.block_size if isinstance(draft, DSpark) else DEEPEST) + 2)
-    found = measure_costs(target, sizes, draft, repeats=7)
-    for _ in range(2):
-        if payoff(found).least_acceptance is not None:
-            break
-        found = min(found, measure_costs(target, sizes, draft, repeats=7), key=lambda costs: costs.draft_step)
-    return found
-
-
-def payoff(costs: Costs) -> Payoff:
-    """Return the gain that costs allow, over all draft lengths with a measured target pass.
-
-    S = E / (cK + v(K+1)) (Leviathan et al., 2211.17192, theorem 3.8, with v and without overhead).
-    """
-    plain = costs.pass_over(1)
-    chains = {depth: costs.step(depth, depth + 1) / plain for depth in range(1, max(costs.target_pass))}
-    least = break_even(chains)
-    largest = max((depth + 1) / cost for depth, cost in chains.items())
-    return Payoff(None if least is None else math.ceil(100 * least) / 100, largest)
-
-
-def check_pays(costs: Costs) -> str:
-    """Describe in a sentence what a draft of these costs can gain; raise UserError if nothing."""
-    (least, most), at_once = payoff(costs), max(costs.draft)
-    step = "step" if at_once == 1 else f"forward for {at_once} tokens"
-    if least is None:
-        raise UserError(
-            f"this draft is too slow to pay: a {step} takes {costs.draft_step:.2f} of a target pass here, so even full "
-            f"acceptance gives only {most:.2f} times the speed of plain decoding. Give it fewer layers (draft.init) or "
-            "less width (draft.init.from_config), start again if the machine was busy, or set draft.check_costs=false"
-        )
-    return (
-        f"costs here: a draft {step} takes {costs.draft_step:.2f} of a target pass; "
-        f"it pays off above a per-position acceptance of {least:.2f}, at most {most:.1f}x"
-    )

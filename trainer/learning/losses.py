@@ -264,9 +264,6 @@ class Teacher(Protocol):
     def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
         """Return the logits at tokens ``start`` to ``stop``; the loss will divide them by ``temperature``."""
 
-    def rows(self, index: Int[Tensor, " chosen"]) -> "Teacher":
-        """Return a teacher of the tokens at ``index``, in that order."""
-
 
 class HiddenTeacher(NamedTuple):
     """The target's hidden states and lm_head: soft targets without a (tokens, vocab) tensor.
@@ -288,9 +285,6 @@ class HiddenTeacher(NamedTuple):
         logits = self.hidden[start:stop].to(self.weight) @ self.weight.T
         return KnownLogits(logits if self.transform is None else self.transform(logits))
 
-    def rows(self, index: Int[Tensor, " chosen"]) -> "HiddenTeacher":
-        return self._replace(hidden=self.hidden[index])
-
 
 class SampledTailTeacher(NamedTuple):
     """The target's k best logits, and a sample of the rest to keep losses and gradients unbiased.
@@ -301,20 +295,15 @@ class SampledTailTeacher(NamedTuple):
     of such a sum, converges as P falls or n grows. So does the value of ``forward_kl``, but not its gradient, if the
     draft can write only some tokens. Sparse Logit Sampling (2503.16870) explains the bias of top-k alone.
 
-    Logits are already divided by ``temperature``, which must equal the loss's; ``log_total`` is the logsumexp over all
-    of them.
+    The ``known`` logits, the sampled ones last, are already divided by ``temperature``, which must equal the loss's.
     """
 
-    tokens: Int[Tensor, "tokens k"]
-    logits: Float[Tensor, "tokens k"]
-    log_total: Float[Tensor, " tokens"]
-    tail_tokens: Int[Tensor, "tokens n"]
-    tail_logits: Float[Tensor, "tokens n"]
+    known: KnownLogits
     temperature: float = 1.0
 
     @property
     def width(self) -> int:
-        return self.tokens.shape[1] + self.tail_tokens.shape[1]
+        return self.known.logits.shape[1]
 
     def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
         """Return the best and sampled logits of these tokens; raise UserError for a temperature other than stored."""
@@ -323,14 +312,4 @@ class SampledTailTeacher(NamedTuple):
                 f"the loss has temperature {temperature:g} but the target's logits were stored at "
                 f"{self.temperature:g}: set the temperature to {self.temperature:g}, or store them again"
             )
-        rows = slice(start, stop)
-        return KnownLogits(
-            torch.cat((self.logits[rows], self.tail_logits[rows]), 1),
-            torch.cat((self.tokens[rows], self.tail_tokens[rows]), 1),
-            self.log_total[rows],
-            self.tail_tokens.shape[1],
-        )
-
-    def rows(self, index: Int[Tensor, " chosen"]) -> "SampledTailTeacher":
-        tokens, logits, log_total, tail_tokens, tail_logits = (part[index] for part in self[:5])
-        return SampledTailTeacher(tokens, logits, log_total, tail_tokens, tail_logits, self.temperature)
+        return self.known.block(slice(start, stop))

@@ -224,13 +224,3 @@ class CommonRecipe(Section):
     def without_store(self) -> Self:
         """Return the recipe without `store`: its target runs at every step."""
         return self
-
-    @model_validator(mode="after")
-    def _batches_divide(self) -> "CommonRecipe":
-        training = self.training
-        if training.batch_size % training.micro_batch_size:
-            raise UserError(
-                f"training.batch_size ({training.batch_size}) is not a multiple of training.micro_batch_size "
-                f"({training.micro_batch_size}): change either"
-            )
-        return self

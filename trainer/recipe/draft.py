@@ -156,8 +156,6 @@ class DraftSection(Section):
     """None: an ordinary draft, with one forward per token."""
     num_draft_tokens: Annotated[int, Field(ge=1)] = 4
     """Draft length in evaluations and in the ``loop`` policy. DSpark drafts use ``block_size``."""
-    check_costs: bool = True
-    """Reject a draft that is too slow here to gain at any per-position acceptance."""
 
     @model_validator(mode="after")
     def _the_cache_suffices(self) -> "DraftSection":

@@ -47,8 +47,8 @@ from trainer.terminal.console import standard_error
 def assemble(recipe: AnyRecipe, device: torch.device, process: Process, begins: bool = False) -> Job:
     """Load and check everything that the recipe names, and write the missing part of its `store`.
 
-    Every process calls this. ``begins``: no weights of an earlier start will be loaded. Then first weights are fitted
-    to the target, and UserError is raised for a draft too slow here to ever pay, unless the recipe switches that off.
+    Every process calls this. ``begins``: no weights of an earlier start will be loaded, so first weights are fitted to
+    the target.
     """
     if isinstance(recipe, MedusaRecipe):
         return assemble_heads(recipe, device, process, begins)
@@ -117,9 +117,7 @@ def _as_trained(recipe: AnyRecipe, stretches: Sequence[Mapping[str, Any]]) -> An
     return recipe.model_copy(update={"training": recipe.training.model_copy(update=last)})
 
 
-def consolidate(
-    checkpoint: Path, destination: Path, console: Console | None = None, trust_remote_code: bool = False
-) -> str:
+def consolidate(checkpoint: Path, destination: Path, trust_remote_code: bool = False) -> str:
     """Write the artefact of a checkpoint with its provenance; return a sentence naming its step.
 
     Reads the recipe's target and data again. Models run code of their own only with ``trust_remote_code``, whatever the
@@ -129,11 +127,8 @@ def consolidate(
     state, saved = read_apart(checkpoint)
     recipe = parse_recipe(state["recipe"], f"{checkpoint.name}/state.json")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    job = assemble(
-        recipe.without_store().model_copy(update={"trust_remote_code": trust_remote_code}),
-        device,
-        Process(console=console or standard_error()),
-    )
+    stored = recipe.without_store().model_copy(update={"trust_remote_code": trust_remote_code})
+    job = assemble(stored, device, Process())
     recorded = identity_in(state, recipe.model_dump(mode="json"))
     refused = compare(recorded, json.loads(json.dumps(dict(job.identity)))).refused
     if changed := [str(each) for each in refused if not each.name.startswith(_STORED)]:

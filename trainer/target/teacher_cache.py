@@ -24,7 +24,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.forward import capture_lm_head_input
 from trainer.data.batch import Batch, Example
 from trainer.files.folders import digest_of_each
-from trainer.learning.losses import SampledTailTeacher
+from trainer.learning.losses import KnownLogits, SampledTailTeacher
 from trainer.processes import Process
 from trainer.recipe.draft import TeacherSection
 from trainer.target.loading import Target
@@ -168,11 +168,8 @@ class TeacherStore(Store[TeacherIdentity]):
         if "high_ids" in whole:
             tokens += whole["high_ids"].long() * _TWO_BYTES
         logits = whole["logits"].float() / identity.temperature
-        sizes = [identity.top_k, identity.tail]
-        (best, tail), (best_logits, tail_logits) = tokens.split(sizes, 1), logits.split(sizes, 1)
-        return SampledTailTeacher(
-            best, best_logits, whole["log_total"], tail, tail_logits, temperature=identity.temperature
-        )
+        known = KnownLogits(logits, tokens, whole["log_total"], drawn=identity.tail)
+        return SampledTailTeacher(known, identity.temperature)
 
 
 def ensure_teacher_cache(

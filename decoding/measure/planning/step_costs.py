@@ -19,7 +19,7 @@ from decoding.errors import UserError
 from decoding.generate import DecodingConfig, Engine
 from decoding.metrics import StepCount, predicted_speedup
 from decoding.model.causal_lm import CausalLM
-from decoding.model.cost_curve import Costs
+from decoding.model.cost_curve import pass_over
 from decoding.policies import PLAIN, Budget
 from decoding.rules.best_tree import Paths
 
@@ -166,7 +166,6 @@ class StepCosts:
         drafts = {size: held for size, held in self.found.items() if size != PLAIN}
         if len(drafts) == 1 and budget in drafts:  # a drafter with one size needs no fit
             return drafts[budget]
-        passes = Costs(self.curve)
         chains = all(size.nodes == size.depth + 1 for size in drafts)
         draft = _fitted(
             [((size.depth, 0 if chains else size.nodes), held.draft) for size, held in drafts.items()],
@@ -174,8 +173,8 @@ class StepCosts:
         )
         overhead = _fitted([((size.nodes,), held.overhead) for size, held in drafts.items()], (budget.nodes,))
         verify = _fitted(
-            [((passes.pass_over(size.nodes),), held.verify) for size, held in self.found.items()],
-            (passes.pass_over(budget.nodes),),
+            [((pass_over(self.curve, size.nodes),), held.verify) for size, held in self.found.items()],
+            (pass_over(self.curve, budget.nodes),),
         )
         return StepSeconds(draft, verify, overhead)
 

@@ -90,5 +90,4 @@ class CostSurvey:
         largest = max(drafter.max_nodes for drafter in self.drafters)
         sizes = self.config.sizes[: 1 + sum(size < largest for size in self.config.sizes)]
         seconds = self.config.seconds
-        costs = measure_costs(self.target, sizes, prefix=self._text_tokens, rows=rows, repeats=9, seconds=seconds)
-        return dict(costs.target_pass)
+        return measure_costs(self.target, sizes, prefix=self._text_tokens, rows=rows, repeats=9, seconds=seconds)

@@ -7,7 +7,7 @@ option of each choice and records the others as new scripts.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
@@ -23,7 +23,6 @@ from decoding.rules.tree import Proposal, ProposalKind, TokenTree, TreeShape
 from decoding.rules.verify import Decide, Rule, Verdict
 
 Result = TypeVar("Result")
-Outcome = TypeVar("Outcome", bound=Hashable)
 Draft = Callable[[RandomSource], Proposal]
 Context = tuple[int, ...]
 """The tokens on the path to a node, without the root, which is always the same."""
@@ -73,14 +72,6 @@ def outcomes(program: Callable[[RandomSource], Result]) -> Iterator[tuple[Result
         result = program(source)
         scripts += source.unexplored
         yield result, source.probability
-
-
-def distribution(program: Callable[[RandomSource], Outcome]) -> dict[Outcome, float]:
-    """Return the probability of each result."""
-    total: dict[Outcome, float] = defaultdict(float)
-    for result, probability in outcomes(program):
-        total[result] += probability
-    return dict(total)
 
 
 RowKind = Literal["dense", "zeros", "one-hot", "mixed"]
@@ -200,26 +191,10 @@ def deterministic_draft(shape: TreeShape, children_of: Callable[[Context, int], 
     return lambda source: proposal
 
 
-def mixed_draft(shape: TreeShape, q: ContextModel, looked_up: Callable[[Context, int], Sequence[int]]) -> Draft:
-    """Make a draft with first children drawn from q and others ``looked_up(context, count)``, repeats possible."""
-
-    def draft(source: RandomSource) -> Proposal:
-        context_of: dict[int, Context] = {0: ()}
-        for node, children in enumerate(shape.children):
-            if children:
-                context = context_of[node]
-                chosen = [source.draw(q(context)), *looked_up(context, len(children) - 1)]
-                context_of |= {child: (*context, token) for child, token in zip(children, chosen, strict=True)}
-        tokens = torch.tensor([ROOT_TOKEN, *(context_of[node][-1] for node in range(1, len(shape)))])
-        return Proposal(TokenTree(tokens, shape), ProposalKind.MIXED)
-
-    return draft
-
-
 def grafted_draft(drawn: Draft, looked_up: Sequence[int]) -> Draft:
     """Make a draft of drawn tokens with a looked-up chain grafted on, like the hybrid drafter."""
     chain = Proposal(TokenTree.chain([ROOT_TOKEN, *looked_up]), ProposalKind.DETERMINISTIC)
-    return lambda source: graft(drawn(source), chain).proposal
+    return lambda source: graft(drawn(source), chain)
 
 
 def draft_of(kind: ProposalKind, shape: TreeShape, q: ContextModel) -> Draft:
@@ -229,8 +204,6 @@ def draft_of(kind: ProposalKind, shape: TreeShape, q: ContextModel) -> Draft:
         return grafted_draft(drawn, [1, 2, 1][: shape.max_depth])
     if kind is ProposalKind.DETERMINISTIC:
         return deterministic_draft(shape, top_tokens(q))
-    if kind is ProposalKind.MIXED:
-        return mixed_draft(shape, q, top_tokens(q))
     return sampled_draft(shape, q, kind)
 
 

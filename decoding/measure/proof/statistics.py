@@ -7,6 +7,7 @@ would be unreliable at 1e-7.
 
 import math
 from collections.abc import Iterable
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -60,13 +61,7 @@ class LogProbability(NamedTuple):
         )
 
     def plus(self, other: "LogProbability") -> "LogProbability":
-        return LogProbability(
-            self.tokens + other.tokens,
-            self.excess + other.excess,
-            self.variance + other.variance,
-            self.log_evidence + other.log_evidence,
-            self.impossible + other.impossible,
-        )
+        return LogProbability(*map(add, self, other))
 
     @property
     def z(self) -> float:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from decoding.measure.figures import OTHER, PLAIN, Axis, at, curve, methods, named, settings, speed_of, value_of
@@ -47,7 +46,7 @@ def speedup_curves(report: Report, axis: Axis) -> list[Picture]:
     for setting in settings(report):
         for fixed in dict.fromkeys(at(row, other) for row in named(report.cells, setting)):
             figure, axes = panel(3.5, 2.6)
-            if drawn := _draw_speedups(axes, report, setting, axis, fixed):
+            if drawn := draw_speedups(axes, report, setting, axis, fixed):
                 axes.set_ylabel("speed-up over plain decoding")
                 shade_below_one(axes)
                 heading = one_line(setting if fixed is None else f"{setting}, {_AXES[other][1]} {fixed:,}")
@@ -57,7 +56,7 @@ def speedup_curves(report: Report, axis: Axis) -> list[Picture]:
     return pictures
 
 
-def _draw_speedups(axes: Axes, report: Report, setting: str, axis: Axis, fixed: int | None) -> list[str]:
+def draw_speedups(axes: Axes, report: Report, setting: str, axis: Axis, fixed: int | None) -> list[str]:
     """Draw a line for each method timed at two or more points of ``axis``; return their names."""
     other = OTHER[axis]
     rows = {row.method: row for row in named(report.cells, setting) if at(row, other) == fixed}
@@ -121,22 +120,6 @@ def over_sizes(axes: Axes, sizes: Sequence[int], label: str) -> None:
 def _legend(report: Report, names: Sequence[str]) -> list[Legend]:
     every = methods(report)
     return [Legend(one_line(name), *swatch(every.index(name))) for name in every if name in names]
-
-
-@styled
-def crossover_figure(report: Report) -> Figure:
-    """Draw the speed-up over the batch size, with a panel per setting and context, for the docs."""
-    contexts = list(dict.fromkeys(row.context for row in report.cells))
-    places = [(setting, context) for setting in settings(report) for context in contexts]
-    figure = Figure(figsize=(1.2 + 2.9 * len(places), 3.9), layout="constrained")
-    panels = figure.subplots(1, len(places), sharey=True, squeeze=False)[0]
-    for axes, (setting, context) in zip(panels, places, strict=True):
-        _draw_speedups(axes, report, setting, "batch_size", context)
-        shade_below_one(axes)
-        axes.set_title(one_line(setting if context is None else f"{setting}, {context:,} tokens"))
-    panels[0].set_ylabel("speed-up over plain decoding")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False)
-    return figure
 
 
 def acceptance_curves(report: Report) -> list[Picture]:
