@@ -111,7 +111,7 @@ def start_method() -> str:
     A process that has used the GPU, even to count devices, has no forks that can. Raises ValueError without a GPU.
     """
     if not torch.cuda.is_available():
-        raise ValueError("torch finds no GPU: give --pretend (make gpu PRETEND=1) to try the steps on the CPU")
+        raise ValueError("torch finds no GPU: use --pretend (make gpu PRETEND=1) to try the steps on the CPU")
     process = multiprocessing.get_context("fork").Process(target=torch.cuda.init)
     process.start()
     process.join()
@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if kept.is_file():
         old = json.loads(kept.read_text())
         if any(old[key] != report[key] for key in ("schema", "commit", "pretended")):
-            raise ValueError(f"{kept} is of commit {old['commit']}, not {report['commit']}: give another --output")
+            raise ValueError(f"{kept} is of commit {old['commit']}, not {report['commit']}: use another --output")
         report["steps"] = old["steps"]
     begins = tuple(options.steps.split(";"))
     chosen = [name for name in STEPS if name.startswith(begins)]

@@ -18,7 +18,7 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
     names = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
     found = names.get(fast_dtype() if name == "fast" else str(name))
     if found is None:
-        raise UserError(f"dtype is {str(name)!r}: give one of fast, {', '.join(DTYPES)}")
+        raise UserError(f"dtype is {str(name)!r}: use one of fast, {', '.join(DTYPES)}")
     return found
 
 
@@ -30,7 +30,7 @@ def parse_device(name: str | torch.device) -> torch.device:
     except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(
-            f"device is {str(name)!r}, which cannot be used: {reason}", "give cpu, cuda or cuda:N"
+            f"device is {str(name)!r}, which cannot be used: {reason}", "use cpu, cuda or cuda:N"
         ) from error
     return device
 

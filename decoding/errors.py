@@ -23,5 +23,5 @@ def check_once(name: str, values: Iterable[Hashable]) -> None:
     seen = set[Hashable]()
     for value in values:
         if value in seen:
-            raise UserError(f"{name} {value} is given twice", "give it once")
+            raise UserError(f"{name} {value} is given twice", "pass it once")
         seen.add(value)

@@ -49,12 +49,12 @@ class DecodingConfig:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens is {self.max_new_tokens}: give at least 1")
+            raise UserError(f"max_new_tokens is {self.max_new_tokens}: use at least 1")
         if self.rule is not None and self.sampling.greedy != (self.rule is GREEDY):
             wanted = "temperature 0" if self.rule is GREEDY else "a temperature above 0"
             raise UserError(f"the {self.rule.name} rule needs {wanted}; it is {self.sampling.temperature:g}")
         if "" in self.stop_strings:
-            raise UserError("a stop string is empty: give at least one character")
+            raise UserError("a stop string is empty: use at least one character")
 
     @property
     def label(self) -> str:
@@ -370,11 +370,11 @@ class Engine:
         Raises UserError at the call, not at the first step, for prompts, rules or drafters that do not fit.
         """
         if batch_size is not None and batch_size < 1:
-            raise UserError(f"batch_size is {batch_size}: give at least 1")
+            raise UserError(f"batch_size is {batch_size}: use at least 1")
         if batch_size is None and isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], list | tuple):
             raise UserError(f"{len(prompt)} prompts are given without batch_size: set it to how many to decode at once")
         if batch_size is not None and cache is not None:
-            raise UserError("a cache is given with batch_size: give one of them")
+            raise UserError("a cache is given with batch_size: use one of them")
         prompts = [prompt] if batch_size is None else prompt
         rows = min(batch_size or 1, len(prompts))
         stop = StopCheck(config.eos_token_ids, config.stop_strings, self.tokenizer)

@@ -95,7 +95,7 @@ class HeadstartModel:
         if drafter is None and draft_options:
             raise UserError(
                 f"from_pretrained does not take {next(iter(draft_options))!r} without a drafter with "
-                "options: omit it, or give a drafter"
+                "options: omit it, or use a drafter"
             )
         with only_cached(local_files_only):
             spec = None if drafter is None else parse_drafter(drafter, **draft_options)
@@ -145,7 +145,7 @@ class HeadstartModel:
         """
         inputs = options.pop("inputs", None)
         if input_ids is not None and inputs is not None:
-            raise UserError("both inputs and input_ids are given", "give one of them")
+            raise UserError("both inputs and input_ids are given", "use one of them")
         for name in _REFUSED_ARGUMENTS:  # those that are switched off are removed
             value = options.pop(name, None)
             if value is not None and value is not False and not (isinstance(value, list) and not value):
@@ -179,7 +179,7 @@ class HeadstartModel:
         """Return the prompts, each repeated ``num_return_sequences`` times; without input, a prompt of BOS alone."""
         if input_ids is None:
             if config.bos_token_id is None:
-                raise UserError("there are neither input_ids nor a bos_token_id to start from", "give one of them")
+                raise UserError("there are neither input_ids nor a bos_token_id to start from", "use one of them")
             input_ids = torch.tensor([[config.bos_token_id]], device=self.device)
         else:
             check_tensor_of_ids(input_ids)

@@ -46,7 +46,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
     path = Path(path)
     if not path.is_file():
         missing = "is a folder" if path.is_dir() else "is not there"
-        raise UserError(f"{path} {missing}: give a .jsonl file, with one JSON object per line")
+        raise UserError(f"{path} {missing}: use a .jsonl file, with one JSON object per line")
     if path.suffix == ".parquet":
         raise UserError(f"{path} is Parquet, but rows are copied from .jsonl files only: convert it to JSON lines")
     if path.suffix.lower() in (".csv", ".tsv"):

@@ -32,7 +32,7 @@ def read_variables(given: str) -> dict[str, Any]:
         if not isinstance(variables, dict):
             raise UserError("no object")
     except ValueError as error:
-        raise UserError(f'chat_template_kwargs is {given}: give a JSON object, {{"name": value}}') from error
+        raise UserError(f'chat_template_kwargs is {given}: pass a JSON object, {{"name": value}}') from error
     return variables
 
 
@@ -67,7 +67,7 @@ def encode_prompt(
         else:
             encoded = tokenizer("\n".join(message["content"] for message in messages))
     except UnicodeEncodeError as error:
-        raise UserError(f"the prompt is not UTF-8 text ({error.reason}): give it in that encoding") from error
+        raise UserError(f"the prompt is not UTF-8 text ({error.reason}): pass it in that encoding") from error
     except (TemplateError, OverflowError, TypeError) as error:
         raise UserError(f"the chat template rejects this prompt: {error}") from error
     tokens: list[int] = encoded["input_ids"]

@@ -179,7 +179,7 @@ class Text:
         return kept
 
 
-_REMEDY = "give tokenizer(text)['input_ids']"
+_REMEDY = "use tokenizer(text)['input_ids']"
 
 
 def check_ids(prompt: Any, vocab_size: int | None = None) -> None:
@@ -203,7 +203,7 @@ def check_ids(prompt: Any, vocab_size: int | None = None) -> None:
                 f"token {token} is outside the target's vocabulary (0 to {vocab_size - 1}): use the target's tokenizer"
             )
     if vocab_size is not None and not len(prompt):
-        raise UserError("the prompt is empty: give at least one token (a BOS token will do)")
+        raise UserError("the prompt is empty: use at least one token (a BOS token will do)")
 
 
 def check_prompt(target: CausalLM, prompt: Sequence[int], max_new_tokens: int) -> None:
@@ -221,7 +221,7 @@ def check_tensor_of_ids(input_ids: Any) -> None:
     """Reject anything but a tensor of integers."""
     if not isinstance(input_ids, Tensor):
         kind = type(input_ids).__name__
-        raise UserError(f"input_ids is a {kind}: give a tensor of ids, tokenizer(text, return_tensors='pt').input_ids")
+        raise UserError(f"input_ids is a {kind}: use a tensor of ids, tokenizer(text, return_tensors='pt').input_ids")
     if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
         kind = str(input_ids.dtype).removeprefix("torch.")
         raise UserError(f"input_ids contains {kind} numbers, but token ids are integers: {_REMEDY}")

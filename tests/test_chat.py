@@ -152,8 +152,8 @@ def test_variables_of_a_template_are_those_that_transformers_hands_it() -> None:
     set_variables(tokenizer, json.dumps(given))
     assert tokenizer.apply_chat_template(turns("a"), tokenize=False) == wanted
     for text, message in (
-        ("{", "give a JSON object"),
-        ("[]", "give a JSON object"),
+        ("{", "pass a JSON object"),
+        ("[]", "pass a JSON object"),
         ('{"effort": 1}', "has effort, which"),
     ):
         with pytest.raises(ValueError, match=f"^chat_template_kwargs .*{message}"):

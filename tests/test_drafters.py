@@ -292,7 +292,7 @@ def test_heads_of_another_target_and_trees_that_they_cannot_draft_are_refused(ti
     for tree, problem in (
         ([], "the tree is empty"),
         ([[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]], "the tree is 4 deep, but there are 3 heads"),
-        ([[16]], "the tree has rank 16: give ranks below 16"),
+        ([[16]], "the tree has rank 16: use ranks below 16"),
     ):
         with pytest.raises(ValueError, match=problem):
             MedusaDrafter(random_heads(False), tree)

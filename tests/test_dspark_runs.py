@@ -216,7 +216,7 @@ def test_three_taps_of_320_numbers_take_less_than_1000_bytes_a_token_in_int8(tmp
 )
 def test_states_of_another_kind_are_refused(what: dict[str, Any], problem: str, tmp_path: Path) -> None:
     stored(target_of(), tmp_path)
-    with pytest.raises(ValueError, match=rf"features made with {problem}: give features.folder another folder"):
+    with pytest.raises(ValueError, match=rf"features made with {problem}: set features.folder to another folder"):
         stored(**{"target": target_of(), "folder": tmp_path, **what})
 
 

@@ -322,7 +322,7 @@ def test_an_eagle3_draft_is_no_ordinary_one_nor_an_ordinary_one_an_eagle3_draft(
 ) -> None:
     tiny_eagle3(target).save_pretrained(tmp_path / "eagle3")
     tiny_model().save_pretrained(tmp_path / "draft")
-    with pytest.raises(ValueError, match="not a draft model: give it as eagle3:"):
+    with pytest.raises(ValueError, match="not a draft model: pass it as eagle3:"):
         load_draft(str(tmp_path / "eagle3"), target, None)
-    with pytest.raises(ValueError, match="does not contain an EAGLE-3 draft: give draft:"):
+    with pytest.raises(ValueError, match="does not contain an EAGLE-3 draft: use draft:"):
         load_eagle3(tmp_path / "draft", target)

@@ -295,7 +295,7 @@ def test_features_made_with_something_else_are_refused_by_its_name_before_anythi
     was, now = getattr(stored.identity, what), getattr(other, what)
     difference = f"other {what}" if what in ("target", "tokenizer", "data") else f"{what} {was} and not {now}"
     process, said = heard()
-    with pytest.raises(ValueError, match=rf"features made with {difference}: give features.folder another folder"):
+    with pytest.raises(ValueError, match=rf"features made with {difference}: set features.folder to another folder"):
         ensure_store(FeatureWriter(tiny_llama, other), EXAMPLES, tmp_path, SHARD_TOKENS, process)
     assert said.getvalue() == ""
 

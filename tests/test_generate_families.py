@@ -147,9 +147,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: T5ForConditionalGeneration(
             T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=1)
         ),
-        "^t5 is an encoder-decoder model: give a decoder-only",
+        "^t5 is an encoder-decoder model: use a decoder-only",
     ),
-    "both directions": (lambda: of("bert"), "^bert reads texts in both directions: give a causal LM"),
+    "both directions": (lambda: of("bert"), "^bert reads texts in both directions: use a causal LM"),
     "no lm_head": (lambda: LlamaModel(LlamaConfig(**_TINY)), "LlamaModel lacks an lm_head: load the model with Auto"),
 }
 

@@ -461,12 +461,12 @@ def test_other_files_are_refused_before_anything_is_converted(
         file.write_bytes(content[:length])
         refused("is damaged or was not fetched completely .*: fetch it again")
     file.write_bytes(b"PK\x03\x04" + content[4:])
-    refused("is not a GGUF file: give a GGUF file")
+    refused("is not a GGUF file: use a GGUF file")
     file.write_bytes(content)
     monkeypatch.setattr(gguf_file, "find_spec", lambda name: None)
     refused(r"needs the package gguf: pip install 'headstart\[gguf\]'")
     file.unlink()
-    refused("there is no file .*: give a GGUF file, or ORG/NAME:FILE.gguf")
+    refused("there is no file .*: use a GGUF file, or ORG/NAME:FILE.gguf")
     assert not list(cache.glob("*/")), "a refused file leaves nothing, which might be as large as its weights"
 
 

@@ -289,7 +289,7 @@ def test_two_runs_do_not_write_one_file_together(tmp_path: Path) -> None:
     ("change", "complaint"),
     [
         ({"target": None}, "--target to decode in this process, or --endpoint"),
-        ({"target": None, "endpoint": ["http://127.0.0.1:9/v1"]}, "give it as --model"),
+        ({"target": None, "endpoint": ["http://127.0.0.1:9/v1"]}, "pass it as --model"),
         (
             {"target": None, "endpoint": ["http://127.0.0.1:9/v1"], "model": "m", "drafter": "lookup"},
             "--drafter does nothing with --endpoint",

@@ -20,16 +20,16 @@ _FEW = 8
 def check_draft(draft: CausalLM, target: CausalLM, max_length: int) -> None:
     """Raise UserError if the draft's context is too short, or if it writes tokens unknown to the target."""
     if draft.no_trees is not None:
-        raise UserError(f"{draft.no_trees}, so it cannot draft: give a small model with full attention")
+        raise UserError(f"{draft.no_trees}, so it cannot draft: use a small model with full attention")
     if draft.max_positions is not None and max_length > draft.max_positions:
         raise UserError(
             f"the text may grow to {max_length} tokens, more than the draft's context of {draft.max_positions}: "
-            "give a shorter prompt, or a lower max_new_tokens"
+            "use a shorter prompt, or a lower max_new_tokens"
         )
     if draft.output_tokens is not None and (largest := int(draft.output_tokens.max())) >= target.vocab_size:
         raise UserError(
             f"the draft's trimmed lm_head writes token {largest}, but the target knows 0 to {target.vocab_size - 1}: "
-            "give a draft trimmed for this target"
+            "use a draft trimmed for this target"
         )
 
 

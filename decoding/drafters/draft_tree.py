@@ -32,7 +32,7 @@ class DraftTreeDrafter(Drafter):
 
     def __init__(self, draft: CausalLM, depth: int = 5, width: int = 4, nodes: int = 24) -> None:
         if depth < 1 or width < 1:
-            raise UserError(f"depth is {depth} and width {width}: give at least 1 of each")
+            raise UserError(f"depth is {depth} and width {width}: use at least 1 of each")
         if nodes <= depth:
             raise UserError(f"nodes is {nodes}: a tree {depth} deep needs at least {depth + 1}, the root included")
         self.draft = draft
@@ -48,7 +48,7 @@ class DraftTreeDrafter(Drafter):
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "DraftTreeSession":
         known = shared_tokens(self.draft, target)
         if self.width > known:
-            raise UserError(f"width is {self.width}, but target and draft share {known} tokens: give at most {known}")
+            raise UserError(f"width is {self.width}, but target and draft share {known} tokens: use at most {known}")
         state = DraftState(self.draft, target, sampling, rows, max_length, 1 + self.width * self.depth)
         return DraftTreeSession(self, state, sampling)
 

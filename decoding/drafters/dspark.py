@@ -39,7 +39,7 @@ class DSparkDrafter(Drafter):
         if tokens is not None and not 1 <= tokens <= config.block_size:
             raise UserError(f"tokens is {tokens}: this draft allows 1 to {config.block_size}")
         if tree is not None and tokens is not None:
-            raise UserError("tree and tokens are both given: give one of them")
+            raise UserError("tree and tokens are both given: use one of them")
         if tree is None and tokens is None:
             tree = config.tree or None
         shape = StaticTree.chain(tokens or config.block_size) if tree is None else StaticTree(tree)
@@ -49,11 +49,11 @@ class DSparkDrafter(Drafter):
             )
         if shape.ranks > config.outputs:
             raise UserError(
-                f"the tree has {shape.ranks} ranks, but the draft writes {config.outputs} tokens: give fewer"
+                f"the tree has {shape.ranks} ranks, but the draft writes {config.outputs} tokens: use fewer"
             )
         if config.markov_head_type == "rnn" and not shape.is_chain:
             raise UserError(
-                "this draft's bias remembers all tokens of a chain (markov_head_type rnn): give tokens, not a tree"
+                "this draft's bias remembers all tokens of a chain (markov_head_type rnn): use tokens, not a tree"
             )
         self.draft = draft
         self.name = "dspark" if config.markov_rank else "dflash"

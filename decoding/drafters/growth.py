@@ -63,7 +63,7 @@ class StaticTree:
         self._shape, ranks = TreeShape.from_paths(paths)
         self.max_depth = self._shape.max_depth
         if self.max_depth < 1:
-            raise UserError("the tree is empty: give at least the path [0]")
+            raise UserError("the tree is empty: use at least the path [0]")
         self._ranks = (0, *ranks)
         self.ranks = max(self._ranks) + 1
         self.is_chain = self._shape.is_chain

@@ -45,9 +45,9 @@ class HybridDrafter(Drafter):
 
     def __init__(self, first: Drafter, lookup: Drafter, least_gain: float | None = None) -> None:
         if first is lookup or isinstance(first, HybridDrafter):
-            raise UserError(f"the hybrid cannot graft a lookup onto {first.name}: give another kind of drafter")
+            raise UserError(f"the hybrid cannot graft a lookup onto {first.name}: use another kind of drafter")
         if least_gain is not None and not least_gain >= 0:
-            raise UserError(f"least_gain is {least_gain}: give a share of a step's tokens, 0 to always draft")
+            raise UserError(f"least_gain is {least_gain}: use a share of a step's tokens, 0 to always draft")
         self.least_gain = first.rough_cost if least_gain is None else least_gain
         self.first = first
         self.lookup = lookup

@@ -33,7 +33,7 @@ class MedusaDrafter(Drafter):
                 f"the tree is {shape.max_depth} deep, but there are {config.num_heads} heads: shorten its paths"
             )
         if shape.ranks > config.outputs:
-            raise UserError(f"the tree has rank {shape.ranks - 1}: give ranks below {config.outputs}")
+            raise UserError(f"the tree has rank {shape.ranks - 1}: use ranks below {config.outputs}")
         self.heads = heads
         self.name = "medusa" if heads.markov is None else "markov"
         self.growth = Growth(shape, sampled)

@@ -30,9 +30,9 @@ class PromptLookupDrafter(TextDrafter):
 
     def __init__(self, tokens: int = 10, ngram: int = 3, min_ngram: int = 1, branches: int = 1) -> None:
         if tokens < 1 or branches < 1:
-            raise UserError(f"tokens is {tokens} and branches {branches}: give at least 1 of each")
+            raise UserError(f"tokens is {tokens} and branches {branches}: use at least 1 of each")
         if not 1 <= min_ngram <= ngram:
-            raise UserError(f"min_ngram is {min_ngram} and ngram {ngram}: give 1 <= min_ngram <= ngram")
+            raise UserError(f"min_ngram is {min_ngram} and ngram {ngram}: use 1 <= min_ngram <= ngram")
         self.tokens = tokens
         self.ngram = ngram
         self.min_ngram = min_ngram

@@ -82,7 +82,7 @@ def _hybrid(first: Entry | None = None) -> Entry:
 
     def make(weights: Any, values: Mapping[str, Any]) -> Drafter:
         if first is None:
-            raise UserError(f"the hybrid lacks its other drafter: give of=NAME, one of {', '.join(_FIRSTS)}")
+            raise UserError(f"the hybrid lacks its other drafter: write of=NAME, one of {', '.join(_FIRSTS)}")
         own = {name: value for name, value in values.items() if name in first.options}
         rest = {name: value for name, value in values.items() if name in joined}
         lookup = {name.removeprefix(_PREFIX): value for name, value in values.items() if name.startswith(_PREFIX)}
@@ -141,7 +141,7 @@ def parse_drafter(text: str, **options: Any) -> DrafterSpec:
         raise UserError(f"{text!r} gives a path, {path}, but {name} reads no weights: remove the path")
     if entry.weights is not None and path is None:
         raise UserError(
-            f"{text!r} lacks the path of the weights: give {name}:PATH, a folder or Hub id of {entry.weights}"
+            f"{text!r} lacks the path of the weights: write {name}:PATH, a folder or Hub id of {entry.weights}"
         )
     if unknown := [option for option in options if option not in entry.options]:
         raise UserError(
@@ -149,7 +149,7 @@ def parse_drafter(text: str, **options: Any) -> DrafterSpec:
         )
     if lacking := [option for option, known in entry.options.items() if known.required and option not in given]:
         wanted = entry.options[lacking[0]].wanted
-        raise UserError(f"{text!r} lacks {lacking[0]}: give {name}:PATH,{lacking[0]}=PATH, {wanted}")
+        raise UserError(f"{text!r} lacks {lacking[0]}: write {name}:PATH,{lacking[0]}=PATH, {wanted}")
     return DrafterSpec(name, path, read_options(given, entry.options, f"the drafter {name}"))
 
 
@@ -215,6 +215,6 @@ class DrafterLoader:
         if weights == "draft":
             return load_draft(path, self._target, self._tokenizer, self._trusted)
         if self._tokenizer is None:
-            raise UserError(f"{path} has another tokenizer, and the target's is missing: give it as tokenizer")
+            raise UserError(f"{path} has another tokenizer, and the target's is missing: pass it as tokenizer")
         draft = load_draft(path, self._target, None, self._trusted, other_tokenizer=True)
         return ForeignDraft(draft, load_tokenizer(path, self._trusted), self._tokenizer)

@@ -95,9 +95,9 @@ def split_spec(text: str, names: Sequence[str]) -> tuple[str | None, str | None,
         if index == 0 and (parts > 1 or not equals or not named or Path(item).exists()):
             path = item
         elif not equals or not option.strip():
-            raise UserError(f"{text!r} contains {item!r}: after the path give option=value, separated by commas")
+            raise UserError(f"{text!r} contains {item!r}: after the path, write option=value, separated by commas")
         elif option.strip() in options:
-            raise UserError(f"{text!r} gives {option.strip()} twice: give it once")
+            raise UserError(f"{text!r} gives {option.strip()} twice: pass it once")
         else:
             options[option.strip()] = value.strip()
     return (head if named else None), path or None, options
@@ -128,7 +128,7 @@ def read_options(given: Mapping[str, Any], known: Mapping[str, Option], of: str)
         try:
             values[name] = value if isinstance(value, CausalLM) else known[name].read(_written(value))
         except ValueError:
-            raise UserError(f"{of} is given {name}={_written(value)}: give {known[name].wanted}") from None
+            raise UserError(f"{of} is given {name}={_written(value)}: use {known[name].wanted}") from None
     return values
 
 

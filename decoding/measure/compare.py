@@ -53,7 +53,7 @@ def read_evaluation(folder: Path) -> RecordedEvaluation:
             provenance_of(found, file)  # raises for a file from elsewhere
             lines += found
     if not lines:
-        raise UserError(f"{folder} contains no runs-*.jsonl: give the --output folder of `headstart evaluate`")
+        raise UserError(f"{folder} contains no runs-*.jsonl: use the --output folder of `headstart evaluate`")
     return RecordedEvaluation(folder, Records(known=lines), provenances(folder))
 
 

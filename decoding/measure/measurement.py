@@ -223,7 +223,7 @@ def evaluate(
     Raises UserError before the first run if a prompt is too long.
     """
     if not prompts:
-        raise UserError("the list of prompts is empty: give at least one")
+        raise UserError("the list of prompts is empty: use at least one")
     for prompt in prompts:  # before the first run, not after an hour
         check_prompt(target, prompt, config.max_new_tokens)
     measurement = Measurement(target, methods, TokenPrompts(prompts), config)

@@ -100,10 +100,10 @@ class EvaluationConfig:
             named_policy(policy)
         for setting in self.settings:
             if setting not in SETTINGS:
-                raise UserError(f"setting is {setting!r}: give greedy, sampling or typical")
+                raise UserError(f"setting is {setting!r}: use greedy, sampling or typical")
         if not self.temperatures or min(self.temperatures) <= 0:
             given = ", ".join(f"{each:g}" for each in self.temperatures)
-            raise UserError(f"temperatures are {given or 'none'}: give numbers above 0 (0 is the setting greedy)")
+            raise UserError(f"temperatures are {given or 'none'}: use numbers above 0 (0 is the setting greedy)")
 
 
 class Setting(NamedTuple):

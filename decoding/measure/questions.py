@@ -119,7 +119,7 @@ def _questions(path: str | Path, field: str | None) -> Iterator[Question]:
     for number, (line, row) in enumerate(read_rows(Path(path)), start=1):
         yield _question(number, row, field, f"{path}, line {line}")
     if not number:
-        raise UserError(f"{path} contains no prompts: give a .jsonl file with one per line")
+        raise UserError(f"{path} contains no prompts: use a .jsonl file with one per line")
 
 
 def _with_tasks(questions: list[Question]) -> list[Question]:
@@ -144,7 +144,7 @@ def _question(number: int, row: dict[str, Any], field: str | None, where: str) -
     if not messages[begins:]:
         raise UserError(f"{where}: there is no question before the first answer: begin with the user's message")
     if any(_UNPREPARED in text for text in (*later, *(message["content"] for message in messages))):
-        raise UserError(f"{where}: SPEED-Bench's prompt is a placeholder", "run its prepare.py and give that output")
+        raise UserError(f"{where}: SPEED-Bench's prompt is a placeholder", "run its prepare.py and use that output")
     named = next((row[key] for key in _ID_FIELDS if row.get(key) is not None), number)
     task = next((row[key] for key in _TASK_FIELDS if isinstance(row.get(key), str)), None)
     plain = field is None and name == "text" and find_answer(row) is None
@@ -229,7 +229,7 @@ class Asker:
                 return tokens
             room -= len(tokens) - context
         raise UserError(
-            f"a context of {context} tokens is too short for question {question.id} in its chat template: give more "
+            f"a context of {context} tokens is too short for question {question.id} in its chat template: use more "
             "tokens"
         )
 

@@ -153,7 +153,7 @@ def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
             if (found.get(name) or None) != (wanted.get(name) or None):  # older records lack options that are off
                 raise UserError(
                     f"{file} contains runs with {name} {json.dumps(found.get(name)):.60}, not "
-                    f"{json.dumps(wanted.get(name)):.60}: give another --output, or --restart to delete them"
+                    f"{json.dumps(wanted.get(name)):.60}: use another --output, or --restart to delete them"
                 )
 
 
@@ -182,7 +182,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def provenance_of(lines: Sequence[Mapping[str, Any]], path: Path) -> dict[str, Any]:
     """Return the provenance in the first of a file's lines; raise UserError if it is missing."""
     if not lines or "provenance" not in lines[0]:
-        raise UserError(f"{path} does not begin with a provenance: give a file that `headstart evaluate` wrote")
+        raise UserError(f"{path} does not begin with a provenance: use a file that `headstart evaluate` wrote")
     return dict(lines[0]["provenance"])
 
 

@@ -177,7 +177,7 @@ def _identity(mine: Mapping[RunKey, Mapping[str, Any]], by_key: Mapping[RunKey, 
 def _notes(rows: Sequence[ReportRow]) -> tuple[str, ...]:
     notes = []
     if all(row.method != PLAIN for row in rows):
-        notes.append("Only one endpoint was measured, so the speed-up is unknown: give --baseline-endpoint.")
+        notes.append("Only one endpoint was measured, so the speed-up is unknown: use --baseline-endpoint.")
     if any(row.passes for row in rows if row.method == PLAIN):
         notes.append("The baseline server counted drafts: it speculates too, or it served other clients.")
     for row in rows:

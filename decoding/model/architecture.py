@@ -83,9 +83,9 @@ def why_not_static(model: PreTrainedModel) -> str | None:
 def check_static(static: str, device: torch.device) -> None:
     """Raise UserError for a choice that is unknown or that the device does not support."""
     if static not in STATIC_CHOICES:
-        raise UserError(f"static is {static!r}: give one of {', '.join(STATIC_CHOICES)}")
+        raise UserError(f"static is {static!r}: use one of {', '.join(STATIC_CHOICES)}")
     if static == "graphs" and device.type != "cuda":
-        raise UserError(f"static is graphs, which need a CUDA device, not {device.type}: give auto or eager")
+        raise UserError(f"static is graphs, which need a CUDA device, not {device.type}: use auto or eager")
 
 
 def static_of(choice: str, model: PreTrainedModel) -> str | None:
@@ -169,12 +169,12 @@ def why_unfit(model: PreTrainedModel) -> str | None:
     """Return the reason why a model is not a causal LM, with a remedy; None if it is one."""
     config, kind = model.config, model.config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        return f"{kind} is an encoder-decoder model: give a decoder-only causal LM"
+        return f"{kind} is an encoder-decoder model: use a decoder-only causal LM"
     # Old config files set is_decoder for any model. The GPT-NeoX family declares is_decoder, but does not read it.
     text_config = config.get_text_config(decoder=True)
     declared = hasattr(type(text_config), "is_decoder") and not kind.startswith("gpt_neox")
     if declared and not text_config.is_decoder:
-        return f"{kind} reads texts in both directions: give a causal LM, or set is_decoder in its config"
+        return f"{kind} reads texts in both directions: use a causal LM, or set is_decoder in its config"
     if model.get_output_embeddings() is None:
         return f"{type(model).__name__} lacks an lm_head: load the model with AutoModelForCausalLM"
     return None

@@ -72,7 +72,7 @@ class PreallocatedLayer(CacheLayerMixin):
         if key_states.shape[1::2] != self.keys.shape[1::2] or value_states.shape[1::2] != self.values.shape[1::2]:
             raise UserError(
                 "the layers of this model have keys of different shapes (heads and widths "
-                f"{list(self.keys.shape[1::2])} and {list(key_states.shape[1::2])}): give a model with equal layers"
+                f"{list(self.keys.shape[1::2])} and {list(key_states.shape[1::2])}): use a model with equal layers"
             )
         if block.is_prefill:
             for row, slot in enumerate(block.slots):

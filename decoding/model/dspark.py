@@ -51,7 +51,7 @@ _OF_FILES = {
 }
 """Our tensor names -> the names in files, if different."""
 _BIASES = {"vanilla": MarkovBias, "gated": GatedBias, "rnn": RecurrentBias}
-_MASK = "give a draft whose mask is one of the target's tokens"
+_MASK = "use a draft whose mask is one of the target's tokens"
 _TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
 """Tensors that some trainers store: copies of target weights, and maps to target ids. Most are not loaded."""
 _OF_REDUCED = ("lm_head.weight", "d2t")
@@ -226,7 +226,7 @@ class DSparkDraft(nn.Module):
         if draft.lm_head is not None:
             check_d2t(draft.d2t, config.vocab_size, folder, REMEDY)
         draft.to(dtype)
-        check_finite(draft.state_dict(), f"{folder} in {dtype}", "give an earlier checkpoint, or train the draft again")
+        check_finite(draft.state_dict(), f"{folder} in {dtype}", "use an earlier checkpoint, or train the draft again")
         return draft.to(device).requires_grad_(False).eval()
 
 

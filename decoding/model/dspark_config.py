@@ -37,8 +37,8 @@ _TAKEN: dict[str, tuple[Any, ...]] = {
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 GPU_HEAD_DIMS = (64, 128)
 """Attention head sizes with kernels in servers, and sizes that also have kernels on GPUs."""
-REMEDY = "give a DSpark or DFlash draft as headstart, DeepSpec, speculators, SpecForge or z-lab write it"
-_THIS_TARGET = "give a draft trained on this target"
+REMEDY = "use a DSpark or DFlash draft as headstart, DeepSpec, speculators, SpecForge or z-lab write it"
+_THIS_TARGET = "use a draft trained on this target"
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -108,9 +108,9 @@ class DSparkConfig:
             check_whole("an entry of target_layer_ids", tap, 0)
         highest = (self.num_target_layers or 1 << 20) - 1
         if not taps or list(taps) != sorted(set(taps)) or taps[-1] > highest:
-            raise UserError(f"target_layer_ids is {list(taps)}: give increasing layers from 0 to {highest}")
+            raise UserError(f"target_layer_ids is {list(taps)}: use increasing layers from 0 to {highest}")
         if self.mask_token_id >= self.vocab_size:
-            raise UserError(f"mask_token_id is {self.mask_token_id}: give one of the target's {self.vocab_size} tokens")
+            raise UserError(f"mask_token_id is {self.mask_token_id}: use one of the target's {self.vocab_size} tokens")
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
                 f"num_attention_heads ({self.num_attention_heads}) is not a multiple of num_key_value_heads "
@@ -118,18 +118,18 @@ class DSparkConfig:
             )
         if self.head_dim not in HEAD_DIMS:
             raise UserError(
-                f"head_dim is {self.head_dim}: give one of {', '.join(map(str, HEAD_DIMS))}, which servers support"
+                f"head_dim is {self.head_dim}: use one of {', '.join(map(str, HEAD_DIMS))}, which servers support"
             )
         if not self.markov_rank and (self.sample_from_anchor or self.enable_confidence_head):
             name = "sample_from_anchor" if self.sample_from_anchor else "enable_confidence_head"
             raise UserError(f"{name} is true with a markov_rank of 0: no server supports this in a DFlash draft")
         if self.block_size >= MOST_NODES:
-            raise UserError(f"block_size is {self.block_size}: give at most {MOST_NODES - 1}")
+            raise UserError(f"block_size is {self.block_size}: use at most {MOST_NODES - 1}")
         if self.draft_vocab_size is not None:
             check_whole("draft_vocab_size", self.draft_vocab_size)
             if self.draft_vocab_size >= self.vocab_size:
                 raise UserError(
-                    f"draft_vocab_size is {self.draft_vocab_size}: give less than the target's {self.vocab_size} tokens"
+                    f"draft_vocab_size is {self.draft_vocab_size}: use less than the target's {self.vocab_size} tokens"
                 )
         self._check_attention()
         paths = checked_paths(self.tree, self.outputs)
@@ -150,23 +150,23 @@ class DSparkConfig:
         slides = _SLIDING in self.layer_types
         if set(self.layer_types) - {_FULL, _SLIDING} or (slides and len(self.layer_types) != self.num_hidden_layers):
             raise UserError(
-                f"layer_types is {list(self.layer_types)}: give {_FULL} or {_SLIDING} for each of the "
+                f"layer_types is {list(self.layer_types)}: use {_FULL} or {_SLIDING} for each of the "
                 f"{self.num_hidden_layers} layers"
             )
         if slides:
             check_whole("sliding_window", self.sliding_window)
         if self.is_causal not in (None, True, False):
-            raise UserError(f"is_causal is {self.is_causal}: give true or false")
+            raise UserError(f"is_causal is {self.is_causal}: use true or false")
         if self.rope_scaling:
             kind = self.rope_scaling.get("rope_type")
             if kind not in ROPE_INIT_FUNCTIONS:
-                raise UserError(f"its rotary embeddings are {kind}: give one of {', '.join(ROPE_INIT_FUNCTIONS)}")
+                raise UserError(f"its rotary embeddings are {kind}: use one of {', '.join(ROPE_INIT_FUNCTIONS)}")
             try:
                 _ = self._scaled
             except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
                 raise UserError(f"its rotary embeddings are {kind} with missing or wrong settings: {error}") from error
         if self.markov_head_type not in MARKOV_HEADS:
-            raise UserError(f"markov_head_type is {self.markov_head_type}: give one of {', '.join(MARKOV_HEADS)}")
+            raise UserError(f"markov_head_type is {self.markov_head_type}: use one of {', '.join(MARKOV_HEADS)}")
 
     @cached_property
     def _scaled(self) -> tuple[Float[Tensor, " pairs"], float]:
@@ -219,7 +219,7 @@ class DSparkConfig:
             raise UserError(f"this draft reads layer {last}, but only 0 to {most} can be read: {_THIS_TARGET}")
         if (width := target.model.config.get_text_config(decoder=True).hidden_size) != self.hidden_size:
             raise UserError(
-                f"the target's lm_head is {self.hidden_size} wide, but its layers are {width}: give another target"
+                f"the target's lm_head is {self.hidden_size} wide, but its layers are {width}: use another target"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -279,7 +279,7 @@ def _config_of(stored: Mapping[str, Any]) -> DSparkConfig:
     for nested in ("transformer_layer_config", "dflash_config", "dspark_config"):
         flat |= stored.get(nested) or {}
     if not is_dspark and flat.get("markov_rank"):
-        raise UserError(f"markov_rank is {flat['markov_rank']} in a DFlash draft: give 0")
+        raise UserError(f"markov_rank is {flat['markov_rank']} in a DFlash draft: use 0")
     for key, values in _TAKEN.items():
         if flat.get(key) not in values:
             raise UserError(f"{key} is {flat[key]}")

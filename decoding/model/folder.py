@@ -83,7 +83,7 @@ def _base_of(folder: Path) -> str | None:
     name = read_object(path, _REMEDY).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise UserError(
-            f"{path} has {reprlib.repr(name)} as base_model_name_or_path: give the folder or Hub id of its model"
+            f"{path} has {reprlib.repr(name)} as base_model_name_or_path: use the folder or Hub id of its model"
         )
     return name
 

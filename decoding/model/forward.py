@@ -134,7 +134,7 @@ def layers_of(model: nn.Module, count: int) -> nn.ModuleList:
     for module in modules:  # lists inside a layer, such as experts, come after the list of layers
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module  # stop early, because every step searches
-    raise UserError(f"{type(model).__name__} does not keep its {count} layers in a list: give another target")
+    raise UserError(f"{type(model).__name__} does not keep its {count} layers in a list: use another target")
 
 
 @contextmanager

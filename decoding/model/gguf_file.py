@@ -28,7 +28,7 @@ _LOGGER = logging.getLogger(__name__)
 _SOURCE, _LINK = "gguf.json", "model.gguf"
 _FORMAT = 1  # number in the folders' names: raise it when files are converted differently
 _ERRORS = (OSError, ValueError, RuntimeError, TypeError, LookupError, ArithmeticError, AttributeError, ImportError)
-_OTHER = "give the folder or Hub id of the original model"
+_OTHER = "use the folder or Hub id of the original model"
 _DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 """llama.cpp's pre-tokenizers that split off each digit and then split as GPT-2 does (llama-vocab.cpp)."""
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
@@ -55,10 +55,10 @@ def converted(file: Path) -> Path:
     Raises UserError for a file that is missing, not GGUF, cut short, or of a kind that cannot be read exactly.
     """
     if not file.is_file():
-        raise UserError(f"there is no file {file}: give a GGUF file, or ORG/NAME:FILE.gguf for one on the Hub")
+        raise UserError(f"there is no file {file}: use a GGUF file, or ORG/NAME:FILE.gguf for one on the Hub")
     with file.open("rb") as opened:
         if opened.read(4) != b"GGUF":
-            raise UserError(f"{file} is not a GGUF file: give a GGUF file, or a folder with a model")
+            raise UserError(f"{file} is not a GGUF file: use a GGUF file, or a folder with a model")
     state = file.stat()
     digest = _digest(file.resolve(), state.st_size, state.st_mtime_ns)
     folder = cache_root() / "gguf" / f"{file.stem}-{digest[:16]}-{_FORMAT}"

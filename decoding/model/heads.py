@@ -35,8 +35,8 @@ from decoding.model.vocabulary import check_d2t, d2t_of, tokens_of, without_d2t
 from decoding.rules.tree import checked_paths
 
 FORMAT = "headstart-medusa"
-_REMEDY = "give heads that headstart wrote"
-_THIS_TARGET = "give heads trained on this target"
+_REMEDY = "use heads that headstart wrote"
+_THIS_TARGET = "use heads trained on this target"
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class MedusaConfig:
             check_whole(name, getattr(self, name), smallest)
         for name in ("shared_lm_head", "linear"):
             if type(value := getattr(self, name)) is not bool:
-                raise UserError(f"{name} is {value!r}: give true or false")
+                raise UserError(f"{name} is {value!r}: use true or false")
         if self.draft_vocab_size is not None:
             check_whole("draft_vocab_size", self.draft_vocab_size)
             if self.draft_vocab_size >= self.vocab_size or not self.shared_lm_head:
                 raise UserError(
-                    f"draft_vocab_size is {self.draft_vocab_size}: give less than the target's {self.vocab_size} "
+                    f"draft_vocab_size is {self.draft_vocab_size}: use less than the target's {self.vocab_size} "
                     "tokens, and heads with shared_lm_head"
                 )
         paths = checked_paths(self.tree, self.outputs)
@@ -162,7 +162,7 @@ class MedusaHead(nn.Module):
         """Return the logits from the head's output layer or the target's, in that layer's dtype and on its device."""
         writer = lm_head if self.lm_head is None else self.lm_head
         if writer is None:
-            raise UserError("these heads share the target's lm_head: give it as lm_head")
+            raise UserError("these heads share the target's lm_head: pass it as lm_head")
         logits: Tensor = writer(features.to(next(writer.parameters())))
         return logits
 
@@ -194,14 +194,14 @@ class MedusaHeads(nn.Module):
         """
         lm_head: nn.Linear = target.get_output_embeddings()  # type: ignore[operator]  # nn.Module's getattr
         if getattr(lm_head, "bias", None) is not None:
-            raise UserError("the target's lm_head has a bias, which heads do not support: give a target without one")
+            raise UserError("the target's lm_head has a bias, which heads do not support: use a target without one")
         return MedusaHeads.for_lm_head(lm_head.weight, config)
 
     @staticmethod
     def for_lm_head(weight: Float[Tensor, "vocab hidden"], config: MedusaConfig) -> "MedusaHeads":
         """Make the heads of `for_target` from the weight of the target's lm_head alone."""
         if weight.shape != (config.vocab_size, config.hidden_size):
-            raise UserError(f"the target's lm_head has shape {tuple(weight.shape)}: give heads of the same sizes")
+            raise UserError(f"the target's lm_head has shape {tuple(weight.shape)}: use heads of the same sizes")
         heads = MedusaHeads(config)
         if config.shared_lm_head:
             return heads
@@ -340,7 +340,7 @@ def loaded(
     The heads take over the tensors without copying, and ``weights`` is emptied; another dtype is converted tensor by
     tensor. Raises UserError, naming ``folder`` as the source, if a weight is not finite in that dtype.
     """
-    check_finite(weights, f"{folder}", "give an earlier checkpoint, or train the heads again")
+    check_finite(weights, f"{folder}", "use an earlier checkpoint, or train the heads again")
     stored = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
     if config.draft_vocab_size is not None:
         check_d2t(weights["d2t"], config.vocab_size, folder, _REMEDY)
@@ -350,7 +350,7 @@ def loaded(
     weights.clear()
     if dtype not in (None, stored):
         heads.to(dtype)
-        check_finite(heads.state_dict(), f"{folder} in {dtype}", "give a dtype of a wider range, such as bf16")
+        check_finite(heads.state_dict(), f"{folder} in {dtype}", "use a dtype of a wider range, such as bf16")
     return heads.eval()
 
 

@@ -75,9 +75,9 @@ def hub_name(name: str | Path) -> HubName | None:
     if Path(name).exists() or name.startswith(("/", ".", "~")) or repo_id.count("/") > 1:
         return None
     if at and _REVISION.fullmatch(revision) is None:
-        raise UserError(f"{name!r} has {revision!r} as revision: give ORG/NAME@ and a branch, a tag or a commit hash")
+        raise UserError(f"{name!r} has {revision!r} as revision: write ORG/NAME@ and a branch, a tag or a commit hash")
     if file.startswith("/") or ".." in PurePosixPath(file).parts:
-        raise UserError(f"{name!r} has {file!r} as file, which is outside the repository: give ORG/NAME:FILE.gguf")
+        raise UserError(f"{name!r} has {file!r} as file, which is outside the repository: write ORG/NAME:FILE.gguf")
     return HubName(repo_id, revision if at else None, file or None)
 
 
@@ -96,7 +96,7 @@ def local_folder(name: str | Path, weights: bool = True) -> Path:
     if named is None:
         if not Path(name).is_dir():
             raise UserError(
-                f"there is no folder {name}{similar(Path(name))}: give a folder with a model, or a Hub id such as "
+                f"there is no folder {name}{similar(Path(name))}: use a folder with a model, or a Hub id such as "
                 "ORG/NAME or ORG/NAME@REVISION"
             )
         return Path(name)
@@ -176,13 +176,13 @@ def explained(error: Exception, named: HubName, page: str) -> str:
     """Explain in one sentence why fetching from a repository failed and what to do; ``page`` is its web page."""
     repo_id, address = named.repo_id, without_login(constants.ENDPOINT)
     if isinstance(error, HFValidationError):
-        return "it is not a Hub id: give ORG/NAME or ORG/NAME@REVISION"
+        return "it is not a Hub id: write ORG/NAME or ORG/NAME@REVISION"
     if isinstance(error, GatedRepoError):
         return f"it is gated: accept its terms at {page}, then {LOG_IN}"
     if isinstance(error, RepositoryNotFoundError):
         return f"{address} has no {repo_id} that you may read: check the name; if it is private, {LOG_IN}"
     if isinstance(error, RevisionNotFoundError):
-        return f"{repo_id} lacks the revision {named.revision!r}: give a branch, a tag or a whole commit hash"
+        return f"{repo_id} lacks the revision {named.revision!r}: use a branch, a tag or a whole commit hash"
     cause = (error.__cause__ or error) if isinstance(error, LocalEntryNotFoundError) else error
     if isinstance(cause, HfHubHTTPError):
         status = cause.response.status_code

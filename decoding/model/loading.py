@@ -91,13 +91,13 @@ def load_model(
     model: PreTrainedModel = read[0]
     if missing := sorted(read[1]["missing_keys"]):
         raise UserError(
-            f"the weights of {name} lack {missing[0]}, one of {len(missing)} missing: give a complete folder"
+            f"the weights of {name} lack {missing[0]}, one of {len(missing)} missing: use a complete folder"
         )
     if not spread and placed is None:
         model.to(place or default_device())  # type: ignore[arg-type]  # transformers' stubs
     elif is_spread(model) and (left := sorted({"cpu", "disk"} & places_of(model))):
         raise UserError(
-            f"{name} does not fit on the GPUs without {' and '.join(left)}: give more GPUs or a narrower dtype"
+            f"{name} does not fit on the GPUs without {' and '.join(left)}: use more GPUs or a narrower dtype"
         )
     model.eval()
     return model
@@ -155,7 +155,7 @@ def _that_or_base(folder: Path, pattern: str) -> Path:
     while (base := adapted_model(folder)) is not None and not any(folder.glob(pattern)):
         folder = local_folder(base, weights=False)
         if folder in visited:
-            raise UserError(f"the adapters {base} lead back to themselves as their base model: give the base model")
+            raise UserError(f"the adapters {base} lead back to themselves as their base model: use the base model")
         visited.append(folder)
     return folder
 
@@ -240,7 +240,7 @@ def _lines(error: BaseException) -> list[str]:
     return [line if len(line) <= 300 else f"{line[:300]}..." for line in lines]
 
 
-_OWN_TOKENIZER = "give a draft trained with the target's tokenizer"
+_OWN_TOKENIZER = "use a draft trained with the target's tokenizer"
 
 
 def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
@@ -287,19 +287,19 @@ def load_draft(
     with a trimmed vocabulary.
     """
     if dspark_folder(name) is not None:
-        raise UserError(f"{name} is a DSpark draft, not a draft model: give it as dspark:{name}")
+        raise UserError(f"{name} is a DSpark draft, not a draft model: pass it as dspark:{name}")
     if eagle3_folder(name) is not None:
-        raise UserError(f"{name} is an EAGLE-3 draft, not a draft model: give it as eagle3:{name}")
+        raise UserError(f"{name} is an EAGLE-3 draft, not a draft model: pass it as eagle3:{name}")
     draft = load_model(name, target.dtype, target.device, trust_remote_code)
     wider = "a dtype of a wider range, such as bf16, or " if target.dtype == torch.float16 else ""
-    parameters, remedy = dict(draft.named_parameters()), f"give {wider}an earlier checkpoint of it"
+    parameters, remedy = dict(draft.named_parameters()), f"use {wider}an earlier checkpoint of it"
     check_finite(parameters, f"the draft {name} in {target.dtype}", remedy)
     if tokenizer is not None and not other_tokenizer:
         own_tokenizer = load_tokenizer(name, trust_remote_code)
         try:
             check_same_tokenizer(tokenizer, own_tokenizer)
         except UserError as error:
-            raise UserError(f"{error}, or give this draft as other-tokenizer:{name}, which is slower") from error
+            raise UserError(f"{error}, or use this draft as other-tokenizer:{name}, which is slower") from error
     output_tokens = read_output_tokens(draft, name)
     loaded = CausalLM(draft) if output_tokens is None else trimmed_vocabulary(draft, output_tokens)
     return loaded if why_not_static(draft) else loaded.with_static(target.static)
@@ -318,7 +318,7 @@ def load_dspark(name: str | Path, target: CausalLM) -> DSparkDraft:
     """
     folder = local_folder(name)
     if not is_dspark_folder(folder):
-        raise UserError(f"{name} does not contain a DSpark draft: give draft:{name} for an ordinary draft")
+        raise UserError(f"{name} does not contain a DSpark draft: use draft:{name} for an ordinary draft")
     read_dspark_config(folder).check_fits(target)
     check_ends(folder, target)
     return DSparkDraft.from_pretrained(folder, target.dtype, target.device)
@@ -338,7 +338,7 @@ def load_eagle3(name: str | Path, target: CausalLM) -> Eagle3Draft:
     """
     folder = local_folder(name)
     if not is_eagle3_folder(folder):
-        raise UserError(f"{name} does not contain an EAGLE-3 draft: give draft:{name} for an ordinary draft")
+        raise UserError(f"{name} does not contain an EAGLE-3 draft: use draft:{name} for an ordinary draft")
     config = read_eagle3_config(folder).for_target(target)
     check_embedding(folder, target)
     draft = Eagle3Draft.from_pretrained(folder, target.dtype, target.device)
@@ -349,7 +349,7 @@ def load_eagle3(name: str | Path, target: CausalLM) -> Eagle3Draft:
 def is_heads_folder(folder: str | Path) -> bool:
     """Return True if a folder contains heads in this project's format."""
     config = Path(folder) / CONFIG_NAME
-    return config.is_file() and read_object(config, "give heads or a model").get("format") == FORMAT
+    return config.is_file() and read_object(config, "use heads or a model").get("format") == FORMAT
 
 
 def eos_token_ids(

@@ -157,7 +157,7 @@ class StaticSteps:
     ) -> None:
         """``max_positions``: number of the model's position embeddings; None for unlimited rotary embeddings."""
         if mode not in STATIC_MODES:
-            raise UserError(f"static mode is {mode!r}: give one of {', '.join(STATIC_MODES)}")
+            raise UserError(f"static mode is {mode!r}: use one of {', '.join(STATIC_MODES)}")
         if reason := why_not_static(model):
             raise UserError(reason)
         self._model = model

@@ -84,7 +84,7 @@ def read_config_of(kind: type[Config], path: Path, format: str, remedy: str) -> 
 def check_whole(key: str, value: object, least: int = 1) -> None:
     """Raise UserError unless the size ``key`` is an int of at least ``least``; True and 1.0 are rejected too."""
     if type(value) is not int or value < least:
-        raise UserError(f"{key} is {reprlib.repr(value)}: give a whole number, {least} or more")
+        raise UserError(f"{key} is {reprlib.repr(value)}: use a whole number, {least} or more")
 
 
 # --- headers ----------------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 def check_finite(tensors: Mapping[str, Tensor], what: str, remedy: str) -> None:
     """Raise UserError for the first tensor with a NaN or an infinity; the message counts such values.
 
-    ``what`` names the owner of the tensors, ``remedy`` says what to do ("give an earlier checkpoint").
+    ``what`` names the owner of the tensors, ``remedy`` says what to do ("use an earlier checkpoint").
     """
     if broken := non_finite(tensors):
         tensor, others = tensors[broken[0]], len(broken) - 1
@@ -245,7 +245,7 @@ def check_copies(folder: Path, of_target: Mapping[str, Tensor], remedy: str) -> 
         own = of_target[name].detach()
         if tensor.shape != own.shape or not torch.allclose(tensor.to(own), own, rtol=2**-7, atol=1e-6):
             raise UserError(
-                f"{folder} contains an {name} other than the target's: give a draft that uses the target's weights"
+                f"{folder} contains an {name} other than the target's: use a draft that uses the target's weights"
             )
 
 

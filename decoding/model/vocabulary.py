@@ -35,7 +35,7 @@ def most_frequent_tokens(
     and should contain the EOS tokens.
     """
     if count < max(1, len(set(always))):
-        raise UserError(f"count is {count}: give at least 1, and at least the {len(set(always))} tokens in always")
+        raise UserError(f"count is {count}: use at least 1, and at least the {len(set(always))} tokens in always")
     seen, first = Counter(token for text in texts for token in text), set(always)
     ranked = sorted(range(vocab_size), key=lambda token: (token not in first, -seen[token], token))
     return tuple(sorted(ranked[:count]))
@@ -168,7 +168,7 @@ def read_output_tokens(model: PreTrainedModel, name: str) -> tuple[int, ...] | N
 
 def _check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
     if not tokens:
-        raise UserError("the trimmed vocabulary is empty: give at least one token")
+        raise UserError("the trimmed vocabulary is empty: use at least one token")
     check_once("token", tokens)
     if outside := [token for token in tokens if not 0 <= token < vocab_size]:
         raise UserError(f"token {outside[0]} is unknown to the draft, which has 0 to {vocab_size - 1}: omit it")

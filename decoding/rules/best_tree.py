@@ -26,7 +26,7 @@ def best_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> Paths:
     # A rank's share is capped at the previous rank's; only a small sample exceeds it.
     shares = [list(accumulate(head, min)) for head in accuracies]
     if not shares or not shares[0] or nodes < 1:
-        raise UserError(f"got {nodes} nodes and the accuracies {list(shares)}: give at least one node and one head")
+        raise UserError(f"got {nodes} nodes and the accuracies {list(shares)}: use at least one node and one head")
     heap: list[tuple[float, tuple[int, ...]]] = [(-shares[0][0], (0,))]
     chosen: list[tuple[int, ...]] = []
     while heap and len(chosen) < nodes:

@@ -66,12 +66,12 @@ class SamplingConfig:
             ("repetition_penalty", 0 < self.repetition_penalty < infinite, "a positive number, 1 for none"),
         ):
             if not fits:
-                raise UserError(f"{name} is {getattr(self, name)}: give {wanted}")
+                raise UserError(f"{name} is {getattr(self, name)}: use {wanted}")
         if not isinstance(self.processors, tuple):
-            raise UserError(f"processors is a {type(self.processors).__name__}: give a tuple of processors")
+            raise UserError(f"processors is a {type(self.processors).__name__}: use a tuple of processors")
         for processor in self.processors:
             if not isinstance(processor, ForPromptLength) and not callable(processor):
-                raise UserError(f"processor {processor!r} cannot be called: give (input_ids, scores) -> scores")
+                raise UserError(f"processor {processor!r} cannot be called: pass a function of (input_ids, scores)")
 
     @property
     def greedy(self) -> bool:

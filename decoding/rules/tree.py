@@ -28,9 +28,9 @@ def checked_paths(paths: object, vocab_size: int) -> tuple[tuple[int, ...], ...]
     Every prefix of a path must be listed, every path once, and every rank must be below ``vocab_size``.
     """
     if not isinstance(paths, list | tuple):
-        raise UserError(f"the tree is {reprlib.repr(paths)}: give paths of ranks, such as [[0], [1], [0, 0]]")
+        raise UserError(f"the tree is {reprlib.repr(paths)}: use paths of ranks, such as [[0], [1], [0, 0]]")
     if len(paths) > MOST_NODES:
-        raise UserError(f"the tree has {len(paths)} nodes: give at most {MOST_NODES}")
+        raise UserError(f"the tree has {len(paths)} nodes: use at most {MOST_NODES}")
     known: set[tuple[int, ...]] = {()}
     for path in sorted(map(_checked_path, paths), key=len):
         shown = reprlib.repr(list(path))
@@ -39,7 +39,7 @@ def checked_paths(paths: object, vocab_size: int) -> tuple[tuple[int, ...], ...]
         if path[:-1] not in known:
             raise UserError(f"tree path {shown} lacks its parent: add {reprlib.repr(list(path[:-1]))} to the paths")
         if path[-1] >= vocab_size:
-            raise UserError(f"tree path {shown} has a rank of {path[-1]}: give ranks below the {vocab_size} tokens")
+            raise UserError(f"tree path {shown} has a rank of {path[-1]}: use ranks below the {vocab_size} tokens")
         known.add(path)
     return tuple(map(tuple, paths))
 
@@ -47,10 +47,10 @@ def checked_paths(paths: object, vocab_size: int) -> tuple[tuple[int, ...], ...]
 def _checked_path(path: object) -> tuple[int, ...]:
     """Return the path as a tuple; UserError unless it is a non-empty list of ranks."""
     if not isinstance(path, list | tuple) or not path:
-        raise UserError(f"tree path {reprlib.repr(path)} is not a list of ranks: give one such as [0, 1]")
+        raise UserError(f"tree path {reprlib.repr(path)} is not a list of ranks: use one such as [0, 1]")
     for rank in path:
         if type(rank) is not int or rank < 0:
-            raise UserError(f"tree path {reprlib.repr(path)} contains {reprlib.repr(rank)}: give whole numbers from 0")
+            raise UserError(f"tree path {reprlib.repr(path)} contains {reprlib.repr(rank)}: use whole numbers from 0")
     return tuple(path)
 
 

@@ -38,7 +38,7 @@ def test_auto_is_graphs_on_a_gpu_and_off_elsewhere() -> None:
     spread = on_gpu()
     spread.hf_device_map = {"model": 0, "lm_head": 1}
     assert static_of("auto", spread) is None
-    with pytest.raises(ValueError, match="static is 'fast': give one of auto, off, eager, graphs"):
+    with pytest.raises(ValueError, match="static is 'fast': use one of auto, off, eager, graphs"):
         static_of("fast", model)
     with pytest.raises(ValueError, match="graphs, which need a CUDA device, not cpu"):
         HeadstartModel(model, None, static="graphs")

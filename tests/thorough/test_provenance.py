@@ -196,7 +196,7 @@ def test_checkpoints_that_cannot_be_trusted_are_refused(ran: Callable[[str], Pat
     content = (tmp_path / "copy" / "run" / "checkpoints" / "step-00000002" / "state.json").read_text()
     shutil.copytree(tmp_path / "copy" / "run" / "checkpoints" / "step-00000002", run)
     refused = {
-        "SHA256SUMS": ("", r"cannot be read \(.* is not listed in SHA256SUMS\): give another"),
+        "SHA256SUMS": ("", r"cannot be read \(.* is not listed in SHA256SUMS\): use another"),
         "state.json": (content.replace('"step": 2', '"step": 3'), "state.json is damaged"),
     }
     for name, (changed, complaint) in refused.items():

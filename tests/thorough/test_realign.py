@@ -201,7 +201,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_generated(workshop
     assert "max_new_tokens is 90, but with 64 tokens of prompt" in refused(options(workshop, max_new_tokens=90))
     assert "training.steps: Input should be greater than" in refused(options(workshop, steps=0))
     again = options(workshop, draft=str(workshop / "run" / "final"))
-    assert "give another output" in refused(again)
+    assert "use another output" in refused(again)
     tiny_dspark(CausalLM(counting_model()), vocab_size=15, mask_token_id=3).save_pretrained(workshop / "dspark")
     assert "whose vocab_size is 15, not 16" in refused(options(workshop, draft=str(workshop / "dspark")))
     dspark = [*options(workshop).overrides, "draft.dspark.block_size=3"]

@@ -54,14 +54,14 @@ def _check(options: DiagnoseOptions) -> SpeculatorName:
         check_endpoint(options.endpoint, options.model)
     folder = options.exported
     if folder is not None and not (folder / "config.json").is_file():
-        raise UserError(f"a server cannot load {folder} (it lacks config.json)", "give an exported folder")
+        raise UserError(f"a server cannot load {folder} (it lacks config.json)", "use an exported folder")
     list(read_conversations(options.prompts, None, options.limit, 1, chat=True))
     named = named_speculator(options.speculator)
     for held in filter(None, (folder, named.folder)):
         if (kind := kind_of(held)) != named.kind:
             raise UserError(
                 f"{held} contains {_HELD[kind]}, but {options.speculator} is of kind {named.kind}",
-                f"give the folder of its export, or call it {kind}:{named.path}",
+                f"use the folder of its export, or call it {kind}:{named.path}",
             )
     return named
 
@@ -109,7 +109,7 @@ def _reader(metrics: str) -> Callable[[], str]:
     def read() -> str:
         if not _is_address(metrics):
             if not Path(metrics).is_file():
-                raise UserError(f"--metrics {metrics} is neither a file nor an address", "give one")
+                raise UserError(f"--metrics {metrics} is neither a file nor an address", "name one of them")
             return Path(metrics).read_text(encoding="utf-8", errors="replace")
         try:
             with urlopen(metrics, timeout=_PAGE_SECONDS) as page:
@@ -117,6 +117,6 @@ def _reader(metrics: str) -> Callable[[], str]:
         except (HTTPException, OSError, ValueError) as error:
             # The text of an HTTPException repeats parts of the address, and those may contain a password.
             told = type(error).__name__ if isinstance(error, HTTPException) else one_line(error)
-            raise UserError(f"--metrics cannot be read ({told})", "give the address of a metrics page") from None
+            raise UserError(f"--metrics cannot be read ({told})", "use the address of a metrics page") from None
 
     return read

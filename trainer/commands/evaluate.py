@@ -57,7 +57,7 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> Re
         if getattr(options, name) != getattr(EvaluateOptions, name):
             raise UserError(f"--{name.replace('_', '-')} does nothing without --endpoint", "omit it")
     if not options.target:
-        raise UserError("there is nothing to evaluate", "give --target to decode in this process, or --endpoint")
+        raise UserError("there is nothing to evaluate", "use --target to decode in this process, or --endpoint")
     accelerator = join_processes()
     rank, world = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
     logging.set_verbosity_error()  # assisted `generate` warns about its draft length
@@ -176,7 +176,7 @@ def _fitting(asker: Asker, config: EvaluationConfig, models: LoadedModels) -> As
     if too_far := [each for each in config.contexts if each is not None and each > room]:
         raise UserError(
             f"--context {min(too_far)} plus {config.max_new_tokens} new tokens exceeds the {longest} positions of "
-            f"target and drafters: give at most {room}"
+            f"target and drafters: use at most {room}"
         )
     if None not in config.contexts:
         return asker
@@ -195,13 +195,13 @@ def _check_filled(asker: Asker, config: EvaluationConfig, prompts: str) -> None:
         if (largest := max(len(wave.questions) for wave in waves_of(asker.tasks, size))) < size:
             raise UserError(
                 f"--batch-size {size} needs as many questions of one task, but the largest task has {largest}: raise "
-                f"--limit, or give at most {largest}"
+                f"--limit, or use at most {largest}"
             )
     for context in (each for each in config.contexts if each is not None):
         lengths = [len(asker.prompt(index, context)) for index in range(len(asker.questions))]
         if (filled := int(median(lengths))) < _FILLED * context:
             raise UserError(
-                f"--context {context} needs more text than {prompts} has (prompts would have {filled} tokens): give at "
+                f"--context {context} needs more text than {prompts} has (prompts would have {filled} tokens): use at "
                 f"most {filled}, or a file with more text"
             )
 

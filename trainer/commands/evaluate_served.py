@@ -120,7 +120,7 @@ def _checked(options: EvaluateOptions) -> EvaluationConfig:
     if changed := [name for name in _OF_THIS_PROCESS if getattr(options, name) != getattr(EvaluateOptions, name)]:
         raise UserError(f"--{changed[0].replace('_', '-')} does nothing with --endpoint", "omit it")
     if "typical" in options.settings:
-        raise UserError("--settings typical does not work with --endpoint", "give greedy, sampling, or both")
+        raise UserError("--settings typical does not work with --endpoint", "use greedy, sampling, or both")
     if options.endpoint == options.baseline_endpoint:
         raise UserError("--baseline-endpoint is the same as --endpoint", "start a second server without speculation")
     return EvaluationConfig(

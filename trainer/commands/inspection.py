@@ -58,7 +58,7 @@ def _task(options: InspectOptions) -> _Task:
         section, of_recipe = _section_of(options.source, overrides), ""
     target = options.target or of_recipe
     if not target:
-        raise UserError("the tokenizer is unknown", "give the target with --target, or a recipe")
+        raise UserError("the tokenizer is unknown", "name the target with --target, or name a recipe")
     if options.heldout:
         section = section.model_copy(update={"train": section.heldout, "split": section.heldout_split})
     tokenizer = load_tokenizer(target, options.trust_remote_code)

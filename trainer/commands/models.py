@@ -92,10 +92,10 @@ def check_endpoint(endpoint: str | Sequence[str] | None, model: str | None) -> N
     """Raise UserError unless endpoint and model are both given or both missing, or if `openai` is not installed."""
     if endpoint is None:
         if model is not None:
-            raise UserError(f"--model {model} needs an --endpoint", "give both options, or neither")
+            raise UserError(f"--model {model} needs an --endpoint", "use both options, or neither")
         return
     if model is None:
-        raise UserError("--endpoint needs the name of a model", "give it as --model")
+        raise UserError("--endpoint needs the name of a model", "pass it as --model")
     if importlib.util.find_spec("openai") is None:
         raise UserError("--endpoint needs the package openai", "pip install 'headstart[endpoint]'")
 

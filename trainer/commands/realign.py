@@ -72,7 +72,7 @@ def run_realign(options: RealignOptions, console: Console | None = None) -> dict
     watched, console = console or standard_error(), console or standard_output()
     check_can_be_folder(options.output, "output")
     if Path(options.draft).resolve() == (options.output / FINAL).resolve():
-        raise UserError(f"{options.draft} was made here by an earlier run: give another output")
+        raise UserError(f"{options.draft} was made here by an earlier run: use another output")
     recipe = recipe_of(options)
     with hold(options.output):
         return _realign(options, recipe, console, watched)
@@ -121,10 +121,10 @@ def split_prompts(options: RealignOptions) -> None:
     else:
         heldout = [line.rstrip(b"\n") for _, line in read_lines(options.heldout)][:_MOST_HELDOUT]
         if not heldout:
-            raise UserError(f"{options.heldout} contains no prompts: give another file, or omit --heldout")
+            raise UserError(f"{options.heldout} contains no prompts: use another file, or omit --heldout")
     if len(rows) < choosing + 1 or not heldout:
         raise UserError(
-            f"{options.prompts} leaves {len(rows)} prompts to learn from: give at least 3, ideally hundreds"
+            f"{options.prompts} leaves {len(rows)} prompts to learn from: use at least 3, ideally hundreds"
         )
     options.output.mkdir(parents=True, exist_ok=True)
     parts = {_PROMPTS: rows[:-choosing], _CHOOSING: rows[-choosing:], _HELDOUT: heldout}
@@ -231,7 +231,7 @@ def _measure(options: RealignOptions, recipe: DraftRecipe, name: str, console: C
             batch_size = recipe.training.batch_size
             found = acceptance(count_steps(target, drafter, prompts, sampled, batch_size, on_text=bar.advance))
         if not found.passes:
-            raise UserError(f"every text ended with its first token ({setting}): give prompts with longer answers")
+            raise UserError(f"every text ended with its first token ({setting}): use prompts with longer answers")
         figures[setting] = {name: figure_of(getattr(found, name)) for name in _NAMES}
     return HeldoutFigures(figures, len(prompts), positions)
 

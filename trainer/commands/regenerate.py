@@ -189,7 +189,7 @@ def _backend(options: RegenerateOptions, wanted: SelfWritten | None) -> Backends
     if options.target is None if wanted else (options.target is None) == (options.endpoint is None):
         more = "; self-written prompts need --target in both cases, for its chat template" if wanted else ""
         raise UserError(
-            f"give one source of answers: --target to decode in this process, or --endpoint with --model{more}"
+            f"use one source of answers: --target to decode in this process, or --endpoint with --model{more}"
         )
     if wanted and options.prompt_field is not None:
         raise UserError("--prompt-field does nothing if the target writes the prompts: omit it")
@@ -231,7 +231,7 @@ def _backend(options: RegenerateOptions, wanted: SelfWritten | None) -> Backends
 def _fitting(sampling: SamplingConfig, options: RegenerateOptions) -> SamplingConfig:
     """Return the sampling; UserError for several greedy answers, which would all be equal."""
     if options.n > 1 and sampling.greedy:
-        raise UserError(f"n is {options.n}, but at temperature 0 all answers are equal: give a temperature")
+        raise UserError(f"n is {options.n}, but at temperature 0 all answers are equal: use a temperature")
     return sampling
 
 

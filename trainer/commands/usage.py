@@ -156,7 +156,7 @@ class Once(TyperCommand):
         given = [each for each in self.make_parser(ctx).parse_args(list(args))[2] if each.param_type_name == "option"]
         for option in given:
             if given.count(option) > 1 and not getattr(option, "multiple", False):
-                raise UserError(f"{option.opts[0]} is given twice", "give it once")
+                raise UserError(f"{option.opts[0]} is given twice", "pass it once")
         return super().parse_args(ctx, args)
 
 

@@ -86,7 +86,7 @@ def _check(options: VerifyOptions) -> None:
     if options.rule is not None:
         named_rule(options.rule)
         if options.temperature == 0:
-            raise UserError(f"--rule {options.rule} needs sampling: give a --temperature above 0")
+            raise UserError(f"--rule {options.rule} needs sampling: use a --temperature above 0")
 
 
 def _read_input(options: VerifyOptions, models: LoadedModels) -> ProofInput:

@@ -152,7 +152,7 @@ def _load_prompts(path: str, section: DataSection, tokenizer: PreTrainedTokenize
     found = [encoder.encode_opening(row, section) for row in islice(source.read(), section.max_rows)]
     account = Account(Counter({"prompts": len(found)}), sequences=len(found), tokens=sum(len(e.tokens) for e in found))
     if not found:
-        raise UserError(f"{path} contains no prompts: give a file with one prompt per line")
+        raise UserError(f"{path} contains no prompts: use a file with one prompt per line")
     return Dataset(found, found, path, source.sha256, account, section.max_length, False, source.commit)
 
 

@@ -53,7 +53,7 @@ def read_request(prompts: str, limit: int | None = None) -> SelfWritten | None:
     turns = options.pop("turns", "1")
     without = options.pop("except", None)
     if options or without == "" or not all(each.isdecimal() and int(each) for each in (number, turns)):
-        raise UserError(f"{prompts} is malformed: give self:COUNT[,turns=N][,except=FILE], such as self:2000")
+        raise UserError(f"{prompts} is malformed: write self:COUNT[,turns=N][,except=FILE], such as self:2000")
     return SelfWritten(min(int(number), limit or int(number)), int(turns), without)
 
 
@@ -63,7 +63,7 @@ class UserTurn:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise UserError for a tokenizer without a chat template, or whose template shows neither opening nor end."""
         if tokenizer.chat_template is None:
-            raise UserError("the target has no chat template, so it cannot write prompts: give a file of texts")
+            raise UserError("the target has no chat template, so it cannot write prompts: use a file of texts")
         self._tokenizer = tokenizer
         added: Any = tokenizer.added_tokens_decoder
         specials = {token.content: index for index, token in added.items() if token.special}
@@ -75,7 +75,7 @@ class UserTurn:
             raise UserError(
                 "the chat template does not show where a user's turn begins and ends: a special token must follow the "
                 f"message, not {what}",
-                "give a file of prompts",
+                "use a file of prompts",
             )
         self.opening, self._end = opening, end
 
@@ -169,7 +169,7 @@ class PromptDraws:
                 if usable >= self._wanted.number:
                     return
                 if index >= max(_FIRST_DRAWS, _DRAWS_PER_PROMPT * usable):
-                    raise UserError(f"the target hardly writes prompts ({self.told()}): give a file of prompts")
+                    raise UserError(f"the target hardly writes prompts ({self.told()}): use a file of prompts")
             yield OpenConversation(AnswerKey(index + 1, 0), index, ((opened,),), chat=False, spelled=tokens)
 
     def outcomes(

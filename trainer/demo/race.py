@@ -210,7 +210,7 @@ def race_of(models: Models, form: Form) -> Race:
     if not prompt.strip():
         raise UserError("the prompt is empty: write one, or choose an example")
     if len(prompt) > LONGEST_PROMPT:
-        raise UserError(f"the prompt has {len(prompt)} characters: give at most {LONGEST_PROMPT}")
+        raise UserError(f"the prompt has {len(prompt)} characters: use at most {LONGEST_PROMPT}")
     drafter = models.drafter(form.drafter)
     policy = FixedPolicy(whole("depth", form.depth, 1), whole("the tree's nodes", form.nodes, 2))
     if policy.choose(drafter.budgets, 1) == PLAIN:
@@ -229,13 +229,13 @@ def race_of(models: Models, form: Form) -> Race:
 def number_of(name: str, value: Any) -> float:
     """Return the number that was entered in a field; UserError if it is not a finite number."""
     if value is None:
-        raise UserError(f"{name} is empty: give a number")
+        raise UserError(f"{name} is empty: enter a number")
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise UserError(f"{name} is {value!s:.40}: give a number")
+        raise UserError(f"{name} is {value!s:.40}: enter a number")
     return number
 
 
@@ -244,5 +244,5 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
     number = number_of(name, value)
     if number != int(number) or number < least or (most is not None and number > most):
         wanted = f"a whole number from {least}" + ("" if most is None else f" to {most}")
-        raise UserError(f"{name} is {number:g}: give {wanted}")
+        raise UserError(f"{name} is {number:g}: enter {wanted}")
     return int(number)

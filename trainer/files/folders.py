@@ -154,7 +154,7 @@ def check_can_be_folder(path: Path, name: str) -> None:
     """Raise UserError if a file is in the way of a folder; ``name`` is the recipe's key for it."""
     in_the_way = next((place for place in (path, *path.parents) if place.is_file()), None)
     if in_the_way is not None:
-        raise UserError(f"{name} is {path}, but {in_the_way} is a file: give another folder")
+        raise UserError(f"{name} is {path}, but {in_the_way} is a file: use another folder")
 
 
 def check_links(folder: Path) -> None:
@@ -325,7 +325,7 @@ def _acquired(lock: BaseFileLock, held: Path, on_wait: Callable[[str], None] | N
         except Timeout:
             if on_wait is None:
                 message = f"{held} is being written by {_holder(path)}"
-                raise UserError(message, "wait until it ends, or give another output") from None
+                raise UserError(message, "wait until it ends, or use another output") from None
             on_wait(f"waiting for {_holder(path)} to finish writing {held}")
             lock.acquire()
         since = datetime.now(UTC).isoformat(timespec="seconds")
@@ -344,7 +344,7 @@ def _acquired(lock: BaseFileLock, held: Path, on_wait: Callable[[str], None] | N
 
 
 def _unwritable(held: Path, error: OSError) -> OSError:
-    return OSError(f"{held} cannot be written ({error.strerror or error}): make room or give another output")
+    return OSError(f"{held} cannot be written ({error.strerror or error}): make room or use another output")
 
 
 def _holder(path: Path) -> str:

@@ -70,7 +70,7 @@ def fused_loss(
     section 3.2).
     """
     if teacher is None and mix.soft:
-        raise UserError(f"the loss has {', '.join(mix.weights)} but no teacher to compare with: give a teacher")
+        raise UserError(f"the loss has {', '.join(mix.weights)} but no teacher to compare with: use a teacher")
     rows = PlacedRows(labels, places, row_weights)
     assert rows.ends[-1:].sum() == len(hidden), "every row of hidden states has a place"
     layer = _Outputs(len(weight), tokens, soft_cap)
@@ -268,7 +268,7 @@ class _Outputs:
         if self._count > log_p.shape[1]:
             raise UserError(
                 f"the draft writes {self._count} tokens but the target has {log_p.shape[1]}: "
-                f"give the first {log_p.shape[1]} rows of the draft's lm_head"
+                f"use the first {log_p.shape[1]} rows of the draft's lm_head"
             )
         return log_p[:, : self._count]
 

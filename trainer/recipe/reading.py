@@ -30,7 +30,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     """Read a recipe and apply ``section.key=value`` overrides. Mistakes raise one-sentence UserErrors."""
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"recipe {path} does not exist: give a YAML file, such as recipes/quickstart/medusa1.yaml")
+        raise UserError(f"recipe {path} does not exist: use a YAML file, such as recipes/quickstart/medusa1.yaml")
     above = _parsed(overrides)
     files = _with_bases(path)
     try:
@@ -61,7 +61,7 @@ def _parsed(overrides: Sequence[str]) -> list[tuple[str, str]]:
 def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> list[dict[Any, Any]]:
     """Return the contents of a file and of its bases, lowest first; ``base`` is relative to the file's folder."""
     if path.resolve() in above:
-        raise UserError(f"{path} is its own base, through {len(above)} recipes: give another base")
+        raise UserError(f"{path} is its own base, through {len(above)} recipes: use another base")
     try:
         content = read_yaml(path.read_text(encoding="utf-8"))
     except ValueError as error:  # UnicodeDecodeError is one
@@ -74,7 +74,7 @@ def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> list[dict[Any, Any]
     if base is None:
         return [content]
     if not (path.parent / str(base)).is_file():
-        raise UserError(f"{path}: its base {base!r} does not exist: give the path of a recipe from {path.parent}")
+        raise UserError(f"{path}: its base {base!r} does not exist: use the path of a recipe from {path.parent}")
     return [*_with_bases(path.parent / str(base), (*above, path.resolve())), content]
 
 
@@ -164,7 +164,7 @@ def laid_over(base: Any, above: Any, name: str = "") -> Any:
         merged = {key: laid_over(base[key], above[key], f"{name}{key}.") for key in base.keys() & above.keys()}
         return {**base, **above, **merged}
     if isinstance(base, list) and isinstance(above, dict):
-        raise UserError(f"{name.removesuffix('.')} is a list: give the whole list, as in [first,second]")
+        raise UserError(f"{name.removesuffix('.')} is a list: write the whole list, as in [first,second]")
     return above
 
 

@@ -291,7 +291,7 @@ class Checkpoints:
         refused, allowed = compare(self._recorded, self._identity, finished)
         if refused:
             raise UserError(
-                f"{whose} with another {', '.join(map(str, refused))}: give the recipe another output folder, or "
+                f"{whose} with another {', '.join(map(str, refused))}: set another output folder in the recipe, or "
                 f"remove {self._folder} to start over"
             )
         return allowed
@@ -312,7 +312,7 @@ def read_apart(folder: Path) -> tuple[dict[str, Any], Saved]:
     try:
         state, saved = _read(folder, moments=False)
     except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"the checkpoint {folder} cannot be read ({error}): give another") from error
+        raise UserError(f"the checkpoint {folder} cannot be read ({error}): use another") from error
     if not all(isinstance(state.get(name), dict) for name in ("recipe", "launch")):
         raise UserError(f"{folder / _STATE} does not contain a recipe: resume the run and export its final/")
     return state, saved

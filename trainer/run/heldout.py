@@ -156,7 +156,7 @@ class Watch:
         figure = evaluation.figures[CRITERION]
         if math.isnan(figure):
             raise UserError(
-                "every held-out answer ended with its first token, so no draft token was compared: give data.heldout "
+                "every held-out answer ended with its first token, so no draft token was compared: use data.heldout "
                 "prompts with longer answers, or set evaluation.keep=last"
             )
         best = self._checkpoints.best

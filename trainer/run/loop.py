@@ -273,7 +273,7 @@ def _saved_by_all(checkpoints: Checkpoints) -> Saved | None:
         if step not in checkpoints.steps():
             raise UserError(
                 f"the first process resumes from the checkpoint of step {step}, but the output folder here lacks it: "
-                "give an output folder that all machines share"
+                "use an output folder that all machines share"
             )
         return checkpoints.read(step)
 

@@ -70,7 +70,7 @@ def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     if differing := sorted(set(places) ^ set(weights)):
         raise UserError(
             f"the checkpoint belongs to another model: {len(differing)} tensors differ, such as {differing[0]}. "
-            "Give the recipe another output folder, or delete this one to start over"
+            "Set another output folder in the recipe, or delete this one to start over"
         )
     with torch.no_grad():
         for name, place in places.items():

@@ -110,7 +110,7 @@ class FeatureWriter:
         """Return the lm_head's weight; UserError for an lm_head with a bias."""
         lm_head = self.target.model.get_output_embeddings()
         if getattr(lm_head, "bias", None) is not None:
-            raise UserError("the target's lm_head has a bias, and heads do not support one: give another target")
+            raise UserError("the target's lm_head has a bias, and heads do not support one: use another target")
         return {"lm_head": lm_head.weight.detach().cpu().contiguous()}
 
     @torch.inference_mode()

@@ -207,7 +207,7 @@ def check_logits(model: PreTrainedModel, role: str = "target") -> None:
     Losses are computed from these products and would train a wrong distribution.
     """
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise UserError(f"the {role}'s lm_head has a bias, and training does not support one: give another {role}")
+        raise UserError(f"the {role}'s lm_head has a bias, and training does not support one: use another {role}")
     tokens = torch.tensor([[0, 1]], device=model.device)
     with capture_lm_head_input(model) as captured:
         logits = model(input_ids=tokens, use_cache=False).logits
@@ -218,5 +218,5 @@ def check_logits(model: PreTrainedModel, role: str = "target") -> None:
     if not torch.allclose(logits[0].float(), expected.float(), rtol=0.05, atol=0.05 * float(expected.abs().max())):
         raise UserError(
             f"training does not support how the {role} ({model.config.model_type}) turns lm_head products into logits: "
-            f"give another {role}"
+            f"use another {role}"
         )

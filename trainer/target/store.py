@@ -196,7 +196,7 @@ def _read_manifest(folder: Path, identity: Identity) -> ShardLayout | None:
             "start again if the disk failed for a moment, else remove this file; intact shards of this data are reused",
         ) from error
     names = [field.name for field in fields(identity)]
-    remedy = f"give {identity.setting} another folder"
+    remedy = f"set {identity.setting} to another folder"
     if found.keys() != set(names):
         raise UserError(f"{folder} does not contain {identity.noun}", remedy)
     if other := [name for name in names if found[name] != getattr(identity, name)]:

@@ -48,9 +48,9 @@ class CascadeDrafter(Drafter):
         self, draft: CausalLM, small: CausalLM, tokens: int = 8, small_tokens: int = 3, sampled: bool = True
     ) -> None:
         if tokens < 1 or small_tokens < 1:
-            raise UserError(f"tokens is {tokens} and small_tokens {small_tokens}: give at least 1 of each")
+            raise UserError(f"tokens is {tokens} and small_tokens {small_tokens}: use at least 1 of each")
         if draft.model is small.model:
-            raise UserError("both drafts of the cascade are the same model: give a smaller one as small")
+            raise UserError("both drafts of the cascade are the same model: use a smaller one as small")
         self.draft = draft
         self.small = small
         self.tokens = tokens

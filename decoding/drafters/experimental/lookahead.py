@@ -41,9 +41,9 @@ class LookaheadDrafter(Drafter):
 
     def __init__(self, window: int = 8, ngram: int = 4, guesses: int = 8) -> None:
         if window < 1 or guesses < 1:
-            raise UserError(f"window is {window} and guesses {guesses}: give at least 1 of each")
+            raise UserError(f"window is {window} and guesses {guesses}: use at least 1 of each")
         if ngram < 2:
-            raise UserError(f"ngram is {ngram}: give at least 2, the text's last token and one guess")
+            raise UserError(f"ngram is {ngram}: use at least 2, the text's last token and one guess")
         self.window = window
         self.ngram = ngram
         self.guesses = guesses

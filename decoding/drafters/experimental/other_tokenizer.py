@@ -39,11 +39,11 @@ class OtherTokenizerDrafter(TextDrafter):
         tokens: int = 5,
     ) -> None:
         if tokens < 1:
-            raise UserError(f"tokens is {tokens}: give at least 1")
+            raise UserError(f"tokens is {tokens}: use at least 1")
         largest = max(draft_tokenizer.get_vocab().values())
         if largest >= draft.vocab_size:
             raise UserError(
-                f"the draft's tokenizer has token {largest}, the draft only {draft.vocab_size}: give its own tokenizer"
+                f"the draft's tokenizer has token {largest}, the draft only {draft.vocab_size}: use its own tokenizer"
             )
         self.draft = draft.with_static(None)  # a static model has one cache
         self.draft_tokenizer = draft_tokenizer

@@ -68,7 +68,7 @@ class Plan:
         if dtype != self.content["dtype"]:
             raise UserError(
                 f"{self.name} was made in {self.content['dtype']}, and costs differ in {dtype}: {_REMEDY} "
-                "in this dtype, or give --dtype"
+                "in this dtype, or use --dtype"
             )
         known = self.content["fingerprints"]
         weights = [(parse_drafter(spec).path, fingerprint) for spec, fingerprint in known["drafters"].items()]

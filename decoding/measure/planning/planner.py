@@ -93,7 +93,7 @@ class Planner(CostSurvey):
             if step.tree is not None and step.room >= family.drafter.max_depth:
                 children.add(step.tree, step.path)
         if not counts:
-            raise UserError("every text ended with its first token: give held-out prompts with longer answers")
+            raise UserError("every text ended with its first token: use held-out prompts with longer answers")
         return counts, children
 
     def measure(self, family: Family) -> MeasuredFamily:
@@ -115,7 +115,7 @@ class Planner(CostSurvey):
         """Return the chains, and the best tree for every depth and size if acceptance at each depth is independent."""
         shares = counts.shares()
         if not shares:  # every text ended at once
-            raise UserError("every text was too short for a whole tree: raise --max-new-tokens or give other prompts")
+            raise UserError("every text was too short for a whole tree: raise --max-new-tokens or use other prompts")
         found: dict[Paths, Candidate] = {}
         most = self.config.most_nodes
         tried = [size for size in sorted({*self.config.sizes, most}) if size <= most]

@@ -134,7 +134,7 @@ def survey_steps(
     if PLAIN not in found or len(found) == 1:
         raise UserError(
             f"texts of {config.max_new_tokens} new tokens are too short to measure drafts of "
-            f"{drafter.max_depth} tokens: raise --max-new-tokens or give other prompts"
+            f"{drafter.max_depth} tokens: raise --max-new-tokens or use other prompts"
         )
     return found
 

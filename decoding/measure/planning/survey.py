@@ -59,7 +59,7 @@ class CostSurvey:
         if not self.prompts:
             raise UserError(
                 f"no prompt and {config.max_new_tokens} new tokens fit into the {longest} tokens that target and "
-                "drafters support: give shorter prompts or lower --max-new-tokens"
+                "drafters support: use shorter prompts or lower --max-new-tokens"
             )
         self._text_tokens = round(fmean(map(len, self.prompts)) + config.max_new_tokens / 2)
 
