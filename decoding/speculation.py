@@ -1,4 +1,4 @@
-"""Speculative decoding of a batch in one call: tensors or lists of prompts in, padded sequences out."""
+"""Speculative decoding of a batch in one call: from tensors or lists of prompts to padded sequences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ def speculate(
     logprobs: bool = False,
     **controls: Any,
 ) -> SpeculativeOutput:
-    """Decode prompts with a drafter (None: plainly), ``batch_size`` at a time (None: all at once).
+    """Decode prompts with a drafter (None: plain decoding), ``batch_size`` at a time (None: all together).
 
     ``input_ids``: (batch, length), or a list of prompts of any length. A tensor's shorter rows are padded on the left;
     ``attention_mask`` marks the padding. Sampling controls are a `SamplingConfig`, or its fields by name
@@ -79,7 +79,7 @@ def speculate(
     batch.
     """
     if sampling is not None and controls:
-        raise UserError(f"both sampling and {', '.join(controls)} are given: use one or the other")
+        raise UserError(f"both sampling and {', '.join(controls)} are set: use one or the other")
     target = target if isinstance(target, CausalLM) else CausalLM(target)
     config = DecodingConfig(
         max_new_tokens=max_new_tokens,
@@ -110,7 +110,10 @@ def named_rule(name: str) -> Rule:
 
 
 class Prompts(NamedTuple):
-    """Prompts of a batch. ``rows``: the tokens of each. ``padded``: the prompts as given, (batch, width)."""
+    """Prompts of a batch.
+
+    ``rows``: the tokens of each prompt. ``padded``: the prompts as they were passed, (batch, width).
+    """
 
     rows: list[list[int]]
     padded: Tensor
@@ -121,7 +124,10 @@ class Prompts(NamedTuple):
 
     @staticmethod
     def of_tensor(input_ids: Tensor, mask: Tensor | None) -> "Prompts":
-        """Take the prompts from a tensor; tokens hidden by the mask are dropped, as the model would ignore them."""
+        """Take the prompts from a tensor.
+
+        Tokens that the mask hides are dropped, because the model would ignore them.
+        """
         check_tensor_of_ids(input_ids)
         if input_ids.dim() != 2 or 0 in input_ids.shape:
             raise UserError(f"input_ids has shape {tuple(input_ids.shape)}: use (batch, length), at least one token")
@@ -191,6 +197,6 @@ def decode_prompts(
 
 
 def padding_token(config: GenerationConfig | None, given: int | None, eos: Sequence[int]) -> int | None:
-    """Return the token that pads texts: ``given``, else the config's, else the first EOS token, else None."""
+    """Return the token that pads texts: ``given``, or the config's pad token, or its first EOS token, or None."""
     configured = None if config is None else config.pad_token_id
     return next((token for token in (given, configured, *eos[:1]) if token is not None), None)

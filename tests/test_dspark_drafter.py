@@ -226,7 +226,7 @@ def test_a_target_whose_embeddings_are_narrower_than_its_layers_is_refused(tiny_
     ("settings", "problem"),
     [
         ({"tokens": 5}, "tokens is 5: this draft allows 1 to 4"),
-        ({"tokens": 2, "tree": [[0]]}, "tree and tokens are both given"),
+        ({"tokens": 2, "tree": [[0]]}, "both tree and tokens are set"),
         ({"tree": [[0] * depth for depth in range(1, 6)]}, "the tree is 5 deep, but the draft has 4 tokens"),
         ({"tree": [[0], [5]]}, "the tree has 6 ranks, but the draft writes 4 tokens: use fewer"),
     ],

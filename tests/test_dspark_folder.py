@@ -354,7 +354,7 @@ SIZES: dict[str, tuple[dict[str, Any], str]] = {
         "is not a multiple of num_key_value_heads",
     ),
     "heads of no kernel": ({"head_dim": 8}, "head_dim is 8: use one of 32, 64"),
-    "a deep tree": ({"tokens": 2, "tree": ((0,), (0, 0), (0, 0, 0))}, "3 deep, but a forward drafts 2 tokens: shorten"),
+    "a deep tree": ({"tokens": 2, "tree": ((0,), (0, 0), (0, 0, 0))}, "3 deep, but a pass drafts 2 tokens: shorten"),
     "a tree without a parent": ({"tree": ((1, 0),)}, r"tree path \[1, 0\] lacks its parent"),
     "no tokens": ({"tokens": 0}, "block_size is 0"),
     "DFlash from its anchor": ({"rank": 0}, "sample_from_anchor is true with a markov_rank of 0"),

@@ -303,7 +303,7 @@ def test_endpoints_of_two_models_are_named_and_one_that_changes_its_model_betwee
 def test_a_baseline_that_counts_drafts_is_named(tmp_path: Path) -> None:
     clock = Clock()
     report, _ = measured(tmp_path, Fake(clock, accepted=(1,)), Fake(clock, accepted=(1,)))
-    assert report["notes"] == ["The baseline server counted drafts: it speculates too, or it served other clients."]
+    assert report["notes"] == ["The baseline server counted drafts: it also speculates, or it served other clients."]
 
 
 @pytest.mark.parametrize(

@@ -289,7 +289,7 @@ def test_a_dict_holds_the_sequences_and_what_speculation_brought(target: CausalL
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 4}, "num_beams is 4, which is not supported: beam search"),
-    "an assistant": ({"assistant_model": object()}, "assistant_model is given.*not supported"),
+    "an assistant": ({"assistant_model": object()}, "assistant_model is set.*not supported"),
     "a misspelt name": (
         {"max_new_token": 4, "temprature": None},
         "generate does not take max_new_token: check the spelling",

@@ -139,9 +139,9 @@ MISTAKES = {
     "distilgpt2": f"no drafter is called 'distilgpt2': choose one of {', '.join(REGISTRY)}, or draft:distilgpt2 for a",
     "lookup:ngrams=3": "the drafter lookup does not take 'ngrams': choose among tokens, ngram, min_ngram, branches",
     "lookup:ngram=0": "the drafter lookup is given ngram=0: use a whole number of at least 1",
-    "heads": "'heads' lacks the path of the weights: write heads:PATH, a folder or Hub id of heads",
+    "heads": "'heads' lacks the path of the weights: write heads:PATH with a folder or Hub id of heads",
     "lookahead:window=0": "the drafter lookahead is given window=0: use a whole number of at least 1",
-    "lookahead:x,window=2": "'lookahead:x,window=2' gives a path, x, but lookahead reads no weights: remove the path",
+    "lookahead:x,window=2": "'lookahead:x,window=2' has the path x, but lookahead does not read weights: remove",
     "cascade:x": "'cascade:x' lacks small: write cascade:PATH,small=PATH, a folder or Hub id of a draft",
     "cascade:x,small=": "the drafter cascade is given small=: use a folder or Hub id of a draft",
     "hybrid:x,of=lookup": "the drafter hybrid is given of=lookup: use one of heads, draft, draft-tree",
@@ -156,7 +156,7 @@ def test_a_mistake_in_a_spec_is_one_sentence(text: str) -> None:
 
 
 def test_a_drafter_by_text_needs_the_targets_tokenizer(models: Path, target: CausalLM) -> None:
-    with pytest.raises(ValueError, match="the target's is missing: pass it as tokenizer"):
+    with pytest.raises(ValueError, match="the target's is unknown: pass the latter as tokenizer"):
         DrafterLoader(target).load(parse_drafter(f"other-tokenizer:{models}/stranger"))
 
 
@@ -191,5 +191,5 @@ def test_weights_in_memory_make_the_same_drafters(target: CausalLM) -> None:
         named_drafter("lookahead", ngram=1)
     with pytest.raises(ValueError, match="no drafter is called 'drafts'"):
         named_drafter("drafts", draft)
-    with pytest.raises(ValueError, match="write of=NAME, one of heads, draft, draft-tree"):
+    with pytest.raises(ValueError, match="write of=NAME with one of heads, draft, draft-tree"):
         named_drafter("hybrid", draft, lookup_tokens=3)

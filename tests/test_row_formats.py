@@ -173,7 +173,7 @@ def test_what_a_template_ignores_is_told_and_leaves_no_empty_answer_to_train(
         ({"role": "critic", "content": "No"}, "line 1: a message is from 'critic': use one of user, human"),
         ({"from": "critic", "value": "No"}, "line 1: a message is from 'critic': use one of user, human"),
         ({**NO, "weight": 0.5}, "line 1: a message has 0.5 as its weight: use 0 or 1"),
-        ({**NO, "thinking": "a", "reasoning": "b"}, "line 1: a message has different texts as its reasoning"),
+        ({**NO, "thinking": "a", "reasoning": "b"}, "line 1: a message has two different reasoning texts"),
         ({"role": "assistant", "content": None, "tool_calls": []}, "line 1: a message is .*without text"),
     ],
 )

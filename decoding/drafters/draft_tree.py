@@ -22,9 +22,9 @@ class DraftTreeDrafter(Drafter):
     """Drafter of the ``nodes`` likeliest nodes (root included) that a beam of the draft model finds.
 
     A node's score is the draft's probability of its whole path. Each pass runs the best ``width`` nodes of a level, and
-    each of them gets its best ``width`` tokens as children. The best children of all levels form the tree. The tree is
-    a function of the text, so proposals are deterministic at any temperature; above 0 the probabilities are taken after
-    every sampling control.
+    each of these nodes gets its best ``width`` tokens as children. The best children of all levels form the tree. The
+    tree is a function of the text, so proposals are deterministic at any temperature; above 0 the probabilities are
+    taken after every sampling control.
     """
 
     name = "draft tree"
@@ -136,13 +136,13 @@ class _Beam:
                 self._parents.append(parent)
                 self._scores.append(self._scores[parent] + min(log_probability, 0.0))
         self._depth += 1
-        # Scores never rise along a path: a node outside the best cannot have a child among them.
+        # Scores never rise along a path, so a node that is not among the best cannot have a child among the best.
         fresh = [node for node in self._best() if node >= begin] if self._depth < self._bounds.depth else []
         self.level = fresh[: self._width]
         self.run += self.level
 
     def _best(self) -> list[int]:
-        """Return the best nodes so far, best first; ties by age, so parents come before children."""
+        """Return the best nodes so far, best first. On ties the older node comes first, so parents precede children."""
         return heapq.nlargest(self._bounds.nodes - 1, range(1, len(self._tokens)), key=self._scores.__getitem__)
 
     def run_tree(self) -> TokenTree:

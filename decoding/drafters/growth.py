@@ -23,7 +23,7 @@ Cut = tuple[TreeShape, tuple[int, ...]]
 
 
 class ChildLogits(NamedTuple):
-    """Logits of the children of some nodes, which may share them."""
+    """Logits of the children of some nodes; several nodes may share a row."""
 
     logits: Float[Tensor, "some outputs"]
     row: Int[Tensor, " nodes"]
@@ -36,12 +36,12 @@ class ChildLogits(NamedTuple):
         return ChildLogits(self.logits.to(device), self.row.to(device), tokens)
 
     def of_nodes(self) -> "ChildLogits":
-        """Return the same with a row for each node."""
+        """Return the same logits with a separate row for each node."""
         own = None if self.tokens is None else self.tokens[self.row]
         return ChildLogits(self.logits[self.row], torch.arange(len(self.row), device=self.row.device), own)
 
     def over_vocabulary(self, vocab_size: int) -> "ChildLogits":
-        """Return the logits of all the target's tokens; -inf for those without an output."""
+        """Return logits over the target's vocabulary; tokens without an output get -inf."""
         if self.tokens is None:
             return self
         whole = self.logits.new_full((len(self.logits), vocab_size), -torch.inf)
@@ -59,7 +59,7 @@ class StaticTree:
     """
 
     def __init__(self, paths: Sequence[Sequence[int]]) -> None:
-        """Take ``paths`` of ranks as in `TreeShape.from_paths`; UserError if there are none."""
+        """Take ``paths`` of ranks as in `TreeShape.from_paths`; raise UserError if the list is empty."""
         self._shape, ranks = TreeShape.from_paths(paths)
         self.max_depth = self._shape.max_depth
         if self.max_depth < 1:
@@ -89,7 +89,10 @@ class StaticTree:
         return tuple(budget for budget in self.budgets if budget.nodes == budget.depth + 1)
 
     def _sizes(self) -> tuple[Budget, ...]:
-        """List the budgets: all ranks and rank 0 alone, each to every depth; and 1, 2, 4, ... ranks to full depth."""
+        """List the budgets.
+
+        Every depth has one with all ranks and one with rank 0; the full depth also has 2, 4, ... ranks.
+        """
         widths = [1]
         while 2 * widths[-1] < self.ranks:
             widths.append(2 * widths[-1])
@@ -110,12 +113,12 @@ class StaticTree:
 
 
 class ConditionalLogits:
-    """Logits computed for all depths at once, with a bias by the previous token: a `NodeLogits`.
+    """Logits computed for all depths together, with a bias that depends on the previous token: a `NodeLogits`.
 
     ``base[d]`` predicts the children of the nodes at depth d of every row. With ``bias`` None the logits do not depend
-    on drafted tokens. Else only the best ``candidates`` tokens of each slot get a logit, so that few biases are read.
-    ``output_tokens``: the target's token of each output, in increasing order; None if output i is token i. ``block``:
-    what the bias multiplies; None: the previous token's embedding.
+    on drafted tokens. Otherwise only the best ``candidates`` tokens of each slot get a logit, so that few biases are
+    read. ``output_tokens``: the target's token of each output, in increasing order; None if output i is token i.
+    ``block``: what the bias multiplies; None means the embedding of the previous token.
     """
 
     def __init__(
@@ -159,7 +162,7 @@ class _Level(NamedTuple):
     parents_by_row: tuple[tuple[int, ...], ...]
     """The parents in each row's tree, by their numbers in that tree."""
     q_rows: Int[Tensor, " parents"]
-    """The parents' numbers among the nodes with children, which continue from tree to tree too."""
+    """The parents' numbers among the nodes with children; these numbers also continue from tree to tree."""
 
 
 def _levels(cuts: tuple[Cut, ...], device: torch.device) -> list[_Level]:
@@ -200,24 +203,23 @@ def _levels(cuts: tuple[Cut, ...], device: torch.device) -> list[_Level]:
 class Growth:
     """Growth of a tree of fixed shape, in all rows of a batch at once.
 
-    Drawn (``sampled``, above temperature 0): a node's children are drawn without replacement from q, the distribution
-    after the node's path and every sampling control. If q has fewer tokens than the shape has children, the other
-    children and their subtrees are not drafted. A shape is cut to a request before anything is drawn, because drafts
-    would not be lossless if drawn tokens decided which nodes are kept. Each node takes one number from its row's
+    If the tree is drawn (``sampled``, above temperature 0), a node's children are drawn without replacement from q, the
+    distribution after the node's path and every sampling control. If q has fewer tokens than the shape has children,
+    the other children and their subtrees are not drafted. A shape is cut to a request before anything is drawn, because
+    drafts would not be lossless if drawn tokens decided which nodes are kept. Each node takes one number from its row's
     source, so rows do not affect one another.
 
-    Not drawn: a node's child of rank r is the r-th best token (from 0) after its path, with penalties and processors
-    applied.
+    If it is not drawn, a node's child of rank r is the r-th best token (from 0) after the path, with penalties and
+    processors applied.
     """
 
     def __init__(self, tree: StaticTree, sampled: bool) -> None:
         self.tree = tree
         self.sampled = sampled
         self.candidates: int | None = None
-        """Number of tokens of each slot that get a bias: the best ones before it; None: all tokens.
-
-        Few are cheaper and stay lossless, but most of what heads or drafts predict may be the bias. Fitted heads of
-        SmolLM2-135M-Instruct write 1.24 tokens per pass with 256 candidates, greedy, and 1.64 with all.
+        """Number of tokens in each slot that get a bias: those with the best logits before the bias; None means all
+        tokens. Few tokens are cheaper and stay lossless, but the bias may be most of what heads or drafts predict.
+        Fitted heads of SmolLM2-135M-Instruct write 1.24 tokens per pass with 256 candidates, greedy, and 1.64 with all.
         """
         self._levels = lru_cache(maxsize=64)(_levels)
 
@@ -229,16 +231,19 @@ class Growth:
         return ProposalKind.SAMPLED if self.tree.is_chain else ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
 
     def candidates_for(self, texts: TextRows) -> int:
-        """Return the number of candidates for `ConditionalLogits`: all tokens for processors, which may forbid most."""
+        """Return the number of candidates for `ConditionalLogits`.
+
+        With processors, which may forbid most tokens, all tokens are candidates.
+        """
         if self.candidates is None or texts.sampling.processors:
             return texts.vocab_size
         return max(self.candidates, self.tree.ranks)
 
     def propose(self, requests: Sequence[DraftRequest], nodes: NodeLogits, texts: TextRows) -> list[Proposal]:
-        """Draft with one call of ``nodes`` per depth, for the parents of all trees.
+        """Draft with one call of ``nodes`` per depth, which covers the parents of all trees.
 
-        Waits for the device once if the tree is drawn and branches or has processors. Controls that read the history
-        cost one more transfer per depth.
+        Waits for the device once if the tree is drawn and either branches or has processors. Controls that read the
+        history cost one more transfer per depth.
         """
         sampling, device = texts.sampling, texts.device
         kind = self.kind(sampling)

@@ -1,8 +1,8 @@
 """Two drafters in one tree: branches of a cheap lookup are added to the tree of a model.
 
-At each step each text decides whether the model drafts too. It pauses when drafting would cost more than it gains: the
+At each step each text decides whether the model also drafts. It pauses when drafting would cost more than it gains: the
 lookup's match is long and therefore safe, or the model's drafts keep being rejected. The choice depends only on the
-text and on earlier steps, never on tokens drawn in this step, so every step's rule stays lossless.
+text and on earlier steps, never on tokens drawn in this step. The rule of every step therefore stays lossless.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,10 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import DrawnPart, Proposal, ProposalKind, TokenTree, TokenTrie, fetch_tokens
 
 _PRIOR_TRIALS = 4.0
-"""Weight of a prior, in trials. A text's mean has a prior, and is itself the prior of each match length's mean."""
+"""Weight of a prior, in trials.
+
+The mean over a text has a prior, and is itself the prior for the mean of each match length.
+"""
 _MEMORY = 50.0  # trials that a mean remembers
 _UNTRIED = 16  # steps without the first drafter after which a text tries it again
 _LENGTHS = 5  # classes of matches: none, 1, 2 to 3, 4 to 7, 8 and more tokens
@@ -30,22 +33,23 @@ class HybridDrafter(Drafter):
     """Drafter that grafts the branches of ``lookup`` onto the tree of ``first``; equal children of a node are merged.
 
     ``lookup`` may be any drafter, preferably a deterministic one such as prompt lookup. The k-th budgets of both
-    drafters form a pair; the last budget of the shorter list is paired with the rest of the longer one. So each drafter
-    has a share of the nodes. A request smaller than every pair goes to ``first`` alone.
+    drafters form a pair; the last budget of the shorter list is paired with the rest of the longer one. Each drafter
+    thus has a share of the nodes. A request that is smaller than every pair goes to ``first`` alone.
 
     ``first`` skips a step if its expected extra tokens are fewer than ``least_gain`` times the step's other tokens
-    (None: its rough cost; 0: it always drafts). Both expectations are running means of the text, by length of the
-    lookup's match.
+    (None: its rough cost; 0: it always drafts). Both expectations are running means over the text, one for each length
+    of the lookup's match.
 
-    If only one of the two drafted, its proposal is used unchanged. If both drafted, the proposal is deterministic if
-    both parts are; grafted if the first carries a q and the lookup is deterministic; else mixed, without q.
+    If only one of the two drafted, its proposal is used unchanged. If both drafted, there are three cases. Two
+    deterministic parts make a deterministic proposal. A first part with q and a deterministic lookup make a grafted
+    one. All others are mixed and have no q.
     """
 
     name = "hybrid"
 
     def __init__(self, first: Drafter, lookup: Drafter, least_gain: float | None = None) -> None:
         if first is lookup or isinstance(first, HybridDrafter):
-            raise UserError(f"the hybrid cannot graft a lookup onto {first.name}: use another kind of drafter")
+            raise UserError(f"the hybrid cannot add a lookup to {first.name}: use another kind of drafter")
         if least_gain is not None and not least_gain >= 0:
             raise UserError(f"least_gain is {least_gain}: use a share of a step's tokens, 0 to always draft")
         self.least_gain = first.rough_cost if least_gain is None else least_gain
@@ -81,7 +85,7 @@ class HybridDrafter(Drafter):
 
 
 class GraftedProposal(NamedTuple):
-    """A proposal, its two parts, and the numbers that each part's nodes have in its tree."""
+    """A proposal and its two parts, with the numbers that the nodes of each part have in the joint tree."""
 
     proposal: Proposal
     parts: tuple[Proposal, Proposal]
@@ -108,11 +112,11 @@ class _FirstChoice:
     def __init__(self) -> None:
         self._looked_up = [_Mean() for _ in range(_LENGTHS)]
         """Tokens accepted from the lookup's own tree, by the class of its match."""
-        self._added = [_Mean() for _ in range(_LENGTHS)]  # tokens accepted in addition, in steps with both trees
+        self._added = [_Mean() for _ in range(_LENGTHS)]  # further tokens accepted, in steps with both trees
         self._added_to_any = _Mean()
         self._untried = 0
         self.last: tuple[int, int, tuple[TokenTree, TokenTree, TokenTree]] | None = None
-        """Length of the text, class of the match and trees (whole, first, lookup) of the last step with a draft."""
+        """The last step with a draft: length of the text, class of the match, and the trees (whole, first, lookup)."""
 
     def wants_first(self, length: int, least_gain: float) -> bool:
         """Decide whether the first drafter drafts in a step whose lookup has a match of class ``length``."""
@@ -155,17 +159,17 @@ class HybridSession:
             session.move(slot, to)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        # Neither drafter sees the other's tokens: these may be random draws, and then its own rule would not be
+        # Neither drafter sees the tokens of the other one: they may be random draws, and then its own rule would not be
         # lossless.
         splits = [self._drafter.split(request.max_nodes) for request in requests]
         looked_up = self._sessions[1].propose(
             [replace(request, max_nodes=nodes) for request, (_, nodes) in zip(requests, splits, strict=True)]
         )
-        lengths = [  # class of each match, 0 for none; drafts with an unknown match count as 1
+        lengths = [  # class of each match, 0 for no match; drafts whose match is unknown count as 1
             min(max(proposal.matched, 1).bit_length(), _LENGTHS - 1) if len(proposal.tree) > 1 else 0
             for proposal in looked_up
         ]
-        firsts = self._sessions[0].propose(  # also with a depth of 0: a session reads every request
+        firsts = self._sessions[0].propose(  # even with a depth of 0, because a session reads every request
             [
                 replace(request, max_nodes=nodes, max_depth=self._first_depth(row, request, lengths[row]))
                 for row, (request, (nodes, _)) in enumerate(zip(requests, splits, strict=True))
@@ -186,8 +190,8 @@ class HybridSession:
 
     def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
         if [id(proposal) for proposal in proposals] != [id(grafted.proposal) for grafted in self._last]:
-            return  # not the last proposals: this step had no room for a draft
-        last, self._last = self._last, []  # kept no longer, as q is large
+            return  # the last proposals are of an earlier step: this step had no room for a draft
+        last, self._last = self._last, []  # dropped now, because q is large
         for of, session in enumerate(self._sessions):
             session.observe(
                 [grafted.parts[of] for grafted in last],
@@ -204,8 +208,8 @@ def graft(first: Proposal, lookup: Proposal) -> GraftedProposal:
         whole, root = (first, [0]) if len(lookup.tree) == 1 else (lookup, [0])
         every = list(range(len(whole.tree)))
         return GraftedProposal(whole, (first, lookup), (every, root) if whole is first else (root, every))
-    # The kind depends only on the two kinds, even if the second tree adds no node, because that depends on the drawn
-    # tokens. Keeping q for some draws and dropping it for others would make q wrong for the draws that keep it.
+    # The kind depends only on the two kinds, even if the second tree adds no node: whether it adds one depends on the
+    # drawn tokens. Keeping q for some draws and dropping it for others would make q wrong for the draws that keep it.
     kind = _kind(first.kind, lookup.kind)
     trie = TokenTrie(first.tree.token_list[0])
     own = [0, *(trie.grow(parent, token) for parent, token in _below_root(first.tree))]

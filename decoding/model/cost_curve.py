@@ -1,4 +1,4 @@
-"""The cost model, measured on this machine: seconds of a target pass by new tokens, and of a draft by depth."""
+"""The costs measured on this machine: the seconds of a target pass by new tokens, and of a draft by depth."""
 
 import math
 import statistics
@@ -20,7 +20,7 @@ class Costs:
     """Seconds of one step of the loop for a given number of rows; linear between measured sizes.
 
     ``target_pass`` maps the new tokens per row, including the root, to the seconds of a target pass; v(n) is its shape.
-    ``draft`` maps the depth of the draft to the seconds of drafting; depth 0 takes no time unless given.
+    ``draft`` maps the depth of the draft to the seconds of drafting; depth 0 takes no time unless it is listed.
     """
 
     target_pass: Mapping[int, float]
@@ -47,7 +47,7 @@ class Costs:
 def _interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
     """Interpolate linearly between sorted ``points``.
 
-    The function is constant before the first point. After the last point it continues the last segment, but never
+    Before the first point the function is constant. After the last point it continues the last segment, but never
     decreases.
     """
     after = bisect_right(points, (at, math.inf))
@@ -91,7 +91,7 @@ class _Passes:
             prefix = max(1, model.max_positions - most)
         self.model, self.prefix, self.rows = model, prefix, rows
         self.cache = model.new_cache(prefix + most, rows)
-        # Use different tokens, because each may activate different experts of a mixture.
+        # Different tokens are used, because each may activate different experts of a mixture.
         tokens = [(10 + 7919 * index) % model.vocab_size for index in range(prefix + most)]
         model.prefill([tokens[:prefix]] * rows, self.cache)
         self.trees = {size: [TokenTree.chain(tokens[-size:], model.device)] * rows for size in sizes}
@@ -119,10 +119,10 @@ def measure_costs(
 ) -> Costs:
     """Measure the median seconds of a target pass over n new tokens after ``prefix`` cached ones, for n in ``sizes``.
 
-    Each of ``rows`` texts has n new tokens. A forward of the ``draft`` model, or a block of a DSpark draft, is measured
-    too. The passes alternate, so other load on the machine affects all alike. No round begins after ``seconds``, but at
-    least three are measured. If a pass looks cheaper than one over fewer tokens, this is noise: it gets the larger
-    cost.
+    Each of ``rows`` texts has n new tokens. A pass of the ``draft`` model or a block of a DSpark draft is measured as
+    well. The passes alternate, so that other load on the machine affects all of them alike. No round begins after
+    ``seconds``, but at least three rounds are measured. If a pass looks cheaper than a pass over fewer tokens, that is
+    noise, and it gets the larger cost.
     """
     passes = _Passes(target, sizes, prefix, rows)
     timed: list[tuple[_Passes | _Blocks, int]] = [(passes, size) for size in sizes]

@@ -36,7 +36,7 @@ _TAKEN: dict[str, tuple[Any, ...]] = {
 """Settings of other trainers that change the computation, with the values supported here."""
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 GPU_HEAD_DIMS = (64, 128)
-"""Attention head sizes with kernels in servers, and sizes that also have kernels on GPUs."""
+"""Sizes of attention heads for which servers have kernels, and sizes that also have kernels on GPUs."""
 REMEDY = "use a DSpark or DFlash draft as headstart, DeepSpec, speculators, SpecForge or z-lab write it"
 _THIS_TARGET = "use a draft trained on this target"
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
@@ -44,7 +44,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 class Sight(NamedTuple):
-    """What the slots of a layer see: the last ``window`` positions, their own included (None: all before), and later
+    """What the slots of a layer see: the last ``window`` positions with their own (None: all earlier ones), and later
     slots of the block unless ``causal``."""
 
     window: int | None = None
@@ -56,19 +56,19 @@ class DSparkConfig:
     """Sizes of a draft, named as in ``config.json``; raises UserError for sizes that no server loads.
 
     ``hidden_size`` and ``vocab_size`` are the target's. ``target_layer_ids``: the target's layers (from 0) after which
-    states are read. ``num_target_layers`` None: unknown. ``mask_token_id``: a token that does not occur in texts.
+    states are read. ``num_target_layers`` is None if it is unknown. ``mask_token_id``: a token that does not occur in
+    texts. ``block_size``: K, the number of tokens drafted in one forward pass. ``slots``: the number of tokens that run
+    in one forward pass. ``sample_from_anchor``: slot j predicts token j after the newest one. If it is False, each mask
+    predicts the token in its own place, and the block has one more token, which files of DFlash and speculators count
+    in ``block_size``.
 
-    ``block_size``: K, the tokens drafted in one forward. ``slots``: the tokens that run in a forward.
-    ``sample_from_anchor``: slot j predicts token j after the newest one. If it is False, each mask predicts the token
-    in its place, and the block has one more token. Files of DFlash and speculators count that token in ``block_size``.
+    ``markov_rank`` 0 means that there is no bias (DFlash); it excludes the anchor and the confidence head. ``tree``:
+    the paths of ranks drafted by default, empty for a chain. ``draft_vocab_size``: the number of tokens that the draft
+    writes, with its own lm_head; None means all tokens, with the target's lm_head.
 
-    ``markov_rank`` 0 means no bias (DFlash), and excludes the anchor and the confidence head. ``tree``: the paths of
-    ranks drafted by default, empty for a chain. ``draft_vocab_size``: the number of tokens that the draft writes, by
-    an lm_head of its own; None: all tokens, by the target's lm_head.
-
-    ``layer_types``: for each layer whether it attends to the whole text or to the last ``sliding_window`` positions;
-    empty: all attend to the whole text. ``is_causal``: whether slots see only the slots before them; None: in sliding
-    layers only. ``rope_scaling``: transformers' ``rope_parameters`` without the base; empty: unscaled.
+    ``layer_types``: for each layer, whether it attends to the whole text or to the last ``sliding_window`` positions;
+    if empty, all layers attend to the whole text. ``is_causal``: whether slots see only earlier slots; None means in
+    sliding layers only. ``rope_scaling``: transformers' ``rope_parameters`` without the base; empty means unscaled.
     ``markov_head_type``: the class of the bias, see `decoding.model.markov`.
     """
 
@@ -136,7 +136,7 @@ class DSparkConfig:
         deepest = max((len(path) for path in paths), default=0)
         if deepest > self.block_size:
             raise UserError(
-                f"the tree is {deepest} deep, but a forward drafts {self.block_size} tokens: shorten its paths"
+                f"the tree is {deepest} deep, but a pass drafts {self.block_size} tokens: shorten its paths"
             )
         object.__setattr__(self, "target_layer_ids", taps)
         object.__setattr__(self, "tree", paths)
@@ -172,7 +172,7 @@ class DSparkConfig:
     def _scaled(self) -> tuple[Float[Tensor, " pairs"], float]:
         """Scaled frequencies of each pair of dimensions, and the factor on sines and cosines.
 
-        Those of ``dynamic`` and ``longrope`` are transformers' for texts within the context of the pretraining.
+        For ``dynamic`` and ``longrope`` they are the ones that transformers uses within the context of the pretraining.
         """
         config = Qwen3Config(
             head_dim=self.head_dim,
@@ -191,7 +191,7 @@ class DSparkConfig:
 
     @property
     def sights(self) -> tuple[Sight, ...]:
-        """What each layer's slots see; a window also hides early slots of a long block, as in servers."""
+        """What the slots of each layer see. As in servers, a window also hides early slots of a long block."""
         sliding = [each == _SLIDING for each in self.layer_types or (_FULL,) * self.num_hidden_layers]
         causal = [each if self.is_causal is None else self.is_causal for each in sliding]
         windows = [self.sliding_window if each else None for each in sliding]
@@ -208,7 +208,7 @@ class DSparkConfig:
         return self.draft_vocab_size or self.vocab_size
 
     def check_fits(self, target: CausalLM) -> None:
-        """Raise UserError if the target's sizes are not those in this config."""
+        """Raise UserError if the target's sizes differ from the sizes in this config."""
         found = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
         for name, size in {**found, "num_target_layers": target.num_layers}.items():
             if getattr(self, name) not in (None, size):
@@ -234,7 +234,7 @@ class DSparkConfig:
             own["block_size"] = self.slots
             own["dflash_config"] = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layer_ids}
         if scaling:
-            own["rope_scaling"] = scaling  # for readers of transformers 4's keys, like the next
+            own["rope_scaling"] = scaling  # for readers of transformers 4's keys, as is the next one
         return {
             "architectures": [ARCHITECTURE if self.markov_rank else WITHOUT_BIAS],
             "model_type": "qwen3",
@@ -306,7 +306,7 @@ def _config_of(stored: Mapping[str, Any]) -> DSparkConfig:
 
 
 def _is_causal(flat: Mapping[str, Any], of_speculators: bool) -> bool | None:
-    """Return `DSparkConfig.is_causal`. Files of speculators say whether their sliding layers see later slots too."""
+    """Return `DSparkConfig.is_causal`. Files of speculators say whether their sliding layers also see later slots."""
     if of_speculators:
         return False if flat.get("sliding_window_non_causal") else None
     given: bool | None = flat.get("causal") if flat.get("is_causal") is None else flat["is_causal"]

@@ -41,13 +41,13 @@ _THIS_TARGET = "use heads trained on this target"
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """Sizes of the heads and the tree that they draft; raises UserError for an impossible size or tree.
+    """Sizes of the heads and the tree that they draft; an impossible size or tree raises UserError.
 
     ``tree`` lists paths of ranks: ``(0, 2)`` is head 1's third best token after head 0's best. Every prefix must be
     listed. ``shared_lm_head``: the heads use the target's lm_head instead of output layers. ``markov_rank``: rank of
-    the `MarkovBias` that all heads share, 0 for none. ``linear``: each head first maps the state linearly.
-    ``draft_vocab_size``: the number of tokens that the heads write, by one lm_head that they share and whose rows are
-    copies of the target's; None: all of the target's.
+    the `MarkovBias` that all heads share; 0 means no bias. ``linear``: each head first maps the state linearly.
+    ``draft_vocab_size``: the number of tokens that the heads write, with one shared lm_head whose rows are copies of
+    rows of the target's; None means all of the target's tokens.
     """
 
     hidden_size: int
@@ -116,7 +116,7 @@ class MedusaConfig:
 
 
 class ResidualBlock(nn.Module):
-    """Residual block x + SiLU(Wx + b); W and b are zero at the start, which makes it the identity."""
+    """Residual block x + SiLU(Wx + b); W and b are zero at the start, so the block is the identity."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class MedusaHead(nn.Module):
 class MedusaHeads(nn.Module):
     """All heads of a target, in the order of the tokens that they predict.
 
-    With a ``draft_vocab_size`` all logits are of the heads' own outputs, which write `output_tokens`.
+    With a ``draft_vocab_size`` all logits are over the heads' own outputs, whose tokens are `output_tokens`.
     """
 
     d2t: Tensor
@@ -188,7 +188,7 @@ class MedusaHeads(nn.Module):
 
     @staticmethod
     def for_target(target: nn.Module, config: MedusaConfig) -> "MedusaHeads":
-        """Make untrained heads: each output layer is a copy of the target's lm_head, each block the identity.
+        """Make untrained heads: each output layer is a copy of the target's lm_head, and each block is the identity.
 
         A Markov bias is zero. With a ``draft_vocab_size``, call `write_only` next.
         """
@@ -280,9 +280,9 @@ class MedusaHeads(nn.Module):
 class StackedHeads:
     """All heads of a target as one batch, for decoding: one product per layer of blocks, one for a shared lm_head.
 
-    The blocks' weights are stored contiguously and the given heads become views of them, so no weight is stored twice,
-    even if the heads are stacked again. Heads that are later moved to another device or dtype no longer share these
-    weights. A Markov bias is not applied here, but when tokens are chosen.
+    The blocks' weights are stored contiguously and the given heads become views of them, so that no weight is stored
+    twice, even if the heads are stacked again. Heads that are later moved to another device or dtype no longer share
+    these weights. A Markov bias is not applied here but later, when tokens are chosen.
     """
 
     def __init__(self, heads: MedusaHeads) -> None:
@@ -318,7 +318,7 @@ def _stacked(linears: Sequence[nn.Linear]) -> tuple[Float[Tensor, "heads out in"
 
 
 def _side_by_side(parameters: Sequence[Tensor]) -> Tensor:
-    """Make the parameters views of one tensor (parameters, ...) and return the tensor; copy only if necessary."""
+    """Make the parameters views of one tensor (parameters, ...), and return it; copy them only if necessary."""
     first, size = parameters[0].detach(), parameters[0].numel()
     storage = first.untyped_storage().data_ptr()
     if all(

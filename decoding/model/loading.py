@@ -40,7 +40,7 @@ from decoding.model.stored import CONFIG_NAME, check_finite, read_header, read_o
 from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary
 
 _LOGGER = logging.getLogger(__name__)
-_SHARE = 0.9  # share of a GPU's free memory for weights; cache and passes need the rest
+_SHARE = 0.9  # share of a GPU's free memory for weights; the cache and passes need the rest
 
 TOKENIZER_PROBE = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
 """Text that different tokenizers split differently: spaces at the start and end of lines, digits, an accent."""
@@ -49,7 +49,7 @@ UNREADABLE = (
     *(OSError, ValueError, RuntimeError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError),
     *(ImportError, SafetensorError, HTTPError, StrictDataclassError),
 )
-"""Errors that transformers and its libraries raise if they cannot build a model or a config."""
+"""Errors that transformers and its libraries raise when they cannot build a model or a config."""
 
 
 def load_model(
@@ -72,7 +72,7 @@ def load_model(
     spread = place is None and exceeds_first_gpu(folder, kept)
     if spread:
         _LOGGER.warning("%s does not fit on the first GPU and is spread over %d", name, torch.cuda.device_count())
-    disable_progress_bar()  # reading weights is over before its bar is drawn
+    disable_progress_bar()  # the weights are read before the progress bar is drawn
     try:
         described = _that_or_base(folder, "config.json")
         config = AutoConfig.from_pretrained(str(described), trust_remote_code=trust_remote_code)
@@ -104,7 +104,7 @@ def load_model(
 
 
 def load_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Load the config of a model's folder or Hub id, or of its adapters' base; UserError if it cannot be read."""
+    """Load the config of a folder or Hub id, or of its adapters' base model; raise UserError if it cannot be read."""
     described = _that_or_base(local_folder(name, weights=False), "config.json")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(str(described), trust_remote_code=trust_remote_code)
@@ -135,7 +135,7 @@ def model_without_weights(folder: Path, dtype: torch.dtype, trust_remote_code: b
 
 
 def _stored_generation_config(name: str, trust_remote_code: bool) -> GenerationConfig | None:
-    """Return the generation config that transformers gives a stored model; None for a folder without a model."""
+    """Return the generation config that transformers sets for a stored model; None for a folder without a model."""
     folder = _that_or_base(local_folder(name, weights=False), "config.json")
     if (folder / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(str(folder))
@@ -147,9 +147,9 @@ def _stored_generation_config(name: str, trust_remote_code: bool) -> GenerationC
 
 
 def _that_or_base(folder: Path, pattern: str) -> Path:
-    """Return the folder if it contains a file that matches, else the first base model of its adapters that does.
+    """Return the folder if it contains a file that matches; otherwise the first base model of its adapters that does.
 
-    Raises UserError if adapters lead back to themselves, also on the Hub.
+    Raises UserError if adapters lead back to themselves, here or on the Hub.
     """
     visited = [folder]
     while (base := adapted_model(folder)) is not None and not any(folder.glob(pattern)):
@@ -183,7 +183,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     except UNREADABLE as error:
         told = reason(error) if _is_untrusted(error) or _has_vocabulary(folder) else _NO_VOCABULARY
         raise UserError(f"no tokenizer could be read from {name!r}: {told}") from error
-    if tokenizer.vocab_files_names and not _has_vocabulary(folder):  # some families would get an empty tokenizer
+    if tokenizer.vocab_files_names and not _has_vocabulary(folder):  # for some families the tokenizer would be empty
         raise UserError(f"no tokenizer could be read from {name!r}: {_NO_VOCABULARY}")
     return tokenizer
 
@@ -212,9 +212,9 @@ def model_folder(name: str) -> Path:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error (library errors have many), or its class name if the text is empty.
+    """Return the first line of an error (errors of libraries have many), or its class name if the text is empty.
 
-    If the first line ends with a colon, the next one is appended.
+    If the first line ends with a colon, the next line is appended.
     """
     first, *others = _lines(error)
     return " ".join((first, *others[:1])) if first.endswith(":") else first
@@ -244,7 +244,7 @@ _OWN_TOKENIZER = "use a draft trained with the target's tokenizer"
 
 
 def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-    """Raise UserError if the draft's token ids mean other texts; vocabularies may differ in padding."""
+    """Raise UserError if the draft's token ids stand for other texts; vocabularies may differ in padding."""
     target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
     differing = [token for token, index in draft_vocab.items() if target_vocab.get(token, index) != index]
     unknown = [token for token in draft_vocab if token not in target_vocab]
@@ -267,7 +267,10 @@ def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedToken
 
 
 def load_heads(name: str | Path, target: CausalLM) -> MedusaHeads:
-    """Load heads from a folder or Hub id, in the target's dtype and on its device; check sizes before weights."""
+    """Load heads from a folder or Hub id, in the target's dtype and on its device.
+
+    Sizes are checked before weights are read.
+    """
     folder = local_folder(name)
     read_config(folder).check_fits(target.hidden_size, target.vocab_size)
     return MedusaHeads.from_pretrained(folder, dtype=target.dtype, device=target.device)
@@ -312,7 +315,7 @@ def dspark_folder(name: str | Path) -> Path | None:
 
 
 def load_dspark(name: str | Path, target: CausalLM) -> DSparkDraft:
-    """Load a DSpark or DFlash draft, in the target's dtype and on its device; check sizes before weights.
+    """Load a DSpark or DFlash draft in the target's dtype and on its device; sizes are checked before weights.
 
     Raises UserError if its embedding or lm_head differs from the target's.
     """
@@ -331,10 +334,10 @@ def eagle3_folder(name: str | Path) -> Path | None:
 
 
 def load_eagle3(name: str | Path, target: CausalLM) -> Eagle3Draft:
-    """Load an EAGLE-3 draft, in the target's dtype and on its device; check sizes before weights.
+    """Load an EAGLE-3 draft in the target's dtype and on its device; sizes are checked before weights.
 
-    Its config names the target's layers, also the default ones. Raises UserError if its embedding differs from the
-    target's.
+    Its config then names the target's layers, even if they are the default ones. Raises UserError if its embedding
+    differs from the target's.
     """
     folder = local_folder(name)
     if not is_eagle3_folder(folder):
@@ -355,10 +358,10 @@ def is_heads_folder(folder: str | Path) -> bool:
 def eos_token_ids(
     model: PreTrainedModel | str, tokenizer: PreTrainedTokenizerBase | None = None, trust_remote_code: bool = False
 ) -> tuple[int, ...]:
-    """Return the ids that end a text: the generation config's EOS ids, else the tokenizer's, else none.
+    """Return the ids that end a text: the EOS ids of the generation config or, if it has none, of the tokenizer.
 
-    This decides it for training, decoding and exports. ``model`` may be a folder or ORG/NAME[@REVISION], which need not
-    contain a model.
+    Training, decoding and exports all use this function. ``model`` may be a folder or ORG/NAME[@REVISION], which need
+    not contain a model.
     """
     own = _stored_generation_config(model, trust_remote_code) if isinstance(model, str) else model.generation_config
     configured: Any = None if own is None else own.eos_token_id

@@ -19,7 +19,7 @@ from torch import Tensor
 from decoding.errors import UserError
 
 MOST_NODES = 4096
-"""Most nodes of a tree from a file or a recipe: its mask takes 16 MiB, and no target verifies more."""
+"""Most nodes of a tree in a file or a recipe: the mask of this tree takes 16 MiB, and no target verifies more nodes."""
 
 
 def checked_paths(paths: object, vocab_size: int) -> tuple[tuple[int, ...], ...]:
@@ -56,7 +56,7 @@ def _checked_path(path: object) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The topology of a token tree without its tokens: computed once, shared by every step that uses it.
+    """The topology of a token tree without its tokens. It is computed once and shared by all steps that use it.
 
     ``parents[i]`` is the parent of node i; ``parents[0]`` is -1 and every parent comes before its children.
     Siblings are in draw order; recursive rejection depends on that order.
@@ -120,7 +120,7 @@ class TreeShape:
 
     @cached_property
     def inner(self) -> dict[int, int]:
-        """Nodes with children, in their order, each with its number among them."""
+        """The nodes with children, in increasing order; each has its number among them."""
         return {node: number for number, node in enumerate(sorted({*self.parents[1:]}))}
 
     @cached_property
@@ -150,7 +150,7 @@ class TreeShape:
         return tuple(reversed(nodes))
 
     def keep(self, nodes: Sequence[int]) -> "TreeShape":
-        """Return the tree of the given nodes alone; each node's parent must come before it in ``nodes``."""
+        """Return the tree of these nodes only; in ``nodes`` each node must come after its parent."""
         new_index = {node: index for index, node in enumerate(nodes)}
         return TreeShape(tuple(-1 if node == 0 else new_index[self.parents[node]] for node in nodes))
 
@@ -166,15 +166,15 @@ class TokenTree:
 
     @staticmethod
     def of_list(tokens: Sequence[int], shape: TreeShape, device: torch.device | str = "cpu") -> "TokenTree":
-        """Make a tree of tokens known on the host, to save fetching them from the device."""
-        on_device = torch.tensor(tokens).to(device, non_blocking=True)  # does not wait for queued work
+        """Make a tree from tokens that are known on the host, so that they need not be fetched from the device."""
+        on_device = torch.tensor(tokens).to(device, non_blocking=True)  # without waiting for queued work
         tree = TokenTree(on_device, shape)
         tree._token_list = list(tokens)
         return tree
 
     @staticmethod
     def chain(tokens: Sequence[int], device: torch.device | str = "cpu") -> "TokenTree":
-        """Make a chain of tokens known on the host, the root first."""
+        """Make a chain from tokens that are known on the host; the root comes first."""
         return TokenTree.of_list(tokens, TreeShape.chain(len(tokens) - 1), device)
 
     @property
@@ -224,7 +224,7 @@ class TokenTree:
 
 
 class TokenTrie:
-    """Paths below one root token; the common beginning of two paths is stored, run and counted once."""
+    """Paths below one root token. The common beginning of two paths is stored, run and counted only once."""
 
     def __init__(self, root: int) -> None:
         self._tokens = [root]
@@ -286,7 +286,7 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the length of the longest common prefix of two texts, in tokens."""
     shorter = min(len(first), len(second))
     first, second = list(first[:shorter]), list(second[:shorter])
-    if first == second:  # the usual case, at two nanoseconds per token
+    if first == second:  # the usual case; it takes two nanoseconds per token
         return shorter
     return next(index for index in range(shorter) if first[index] != second[index])
 
@@ -301,7 +301,7 @@ class ProposalKind(Enum):
     DETERMINISTIC = "deterministic"
     """The set of children is a function of the context alone: top-k, argmax, lookup."""
     GRAFTED = "grafted"
-    """Children drawn in one of the two ways above, followed by children that are a function of the context."""
+    """Children drawn in one of the two ways above, followed by children that are a function of the context alone."""
     MIXED = "mixed"
     """Children of several origins, such as the draws of two drafts, with unknown q."""
 
@@ -323,11 +323,11 @@ class Proposal:
     """A drafted tree and how its tokens were chosen.
 
     ``q`` (parents, vocab) has a row for each node with drawn children, in the order of the nodes: the distribution,
-    after every sampling control, from which the node's first child was drawn. In a chain, row i is node i's.
+    after every sampling control, from which the node's first child was drawn. In a chain, row i belongs to node i.
     Deterministic and mixed proposals have ``q`` None.
 
     ``drawn`` is the drawn part of a grafted proposal, None for any other. ``matched`` is the length of the text's
-    suffix that a lookup found earlier, 0 without a lookup.
+    suffix for which a lookup found an earlier occurrence; without a lookup it is 0.
     """
 
     tree: TokenTree

@@ -1,9 +1,9 @@
 """Exact proofs of acceptance rules, by enumerating every outcome of a random program.
 
-`prove_rule` proves your own rule; the tests use it for `decoding.rules.verify`.
+`prove_rule` checks a rule of your own; the tests use it for the rules in `decoding.rules.verify`.
 
-A program takes a `RandomSource` and runs once per path of choices. The source replays a script, then takes the first
-option of each choice and records the others as new scripts.
+A program takes a `RandomSource` and runs once for each path of choices. The source replays a script; after its end it
+takes the first option of each choice and records the other options as new scripts.
 """
 
 from collections import defaultdict
@@ -31,11 +31,11 @@ Context = tuple[int, ...]
 ROOT_TOKEN = 0
 
 LOSSLESS = 1e-12
-"""Largest distance of a lossless rule from the target, from float64 rounding."""
+"""Largest distance from the target that float64 rounding can cause with a lossless rule."""
 
 
 class EnumeratingSource:
-    """A random source that replays a script, then takes first options, and computes the path's probability."""
+    """A random source that replays a script, takes first options after its end, and computes the path's probability."""
 
     def __init__(self, script: tuple[int, ...] = ()) -> None:
         self._script = script
@@ -124,7 +124,7 @@ class ContextModel:
         return level
 
     def completed(self, emitted: dict[Context, float], length: int) -> dict[Context, float]:
-        """Return the joint distribution of ``length`` tokens: ``emitted``, completed by this model."""
+        """Return the joint distribution of ``length`` tokens: the ``emitted`` tokens, continued by this model."""
         total: dict[Context, float] = defaultdict(float)
         unfinished = list(emitted.items())
         while unfinished:
@@ -201,7 +201,7 @@ def deterministic_draft(shape: TreeShape, children_of: Callable[[Context, int], 
 
 
 def mixed_draft(shape: TreeShape, q: ContextModel, looked_up: Callable[[Context, int], Sequence[int]]) -> Draft:
-    """Make a draft with first children drawn from q and others ``looked_up(context, count)``, repeats possible."""
+    """Make a draft with first children drawn from q; ``looked_up(context, count)`` adds others, perhaps repeats."""
 
     def draft(source: RandomSource) -> Proposal:
         context_of: dict[int, Context] = {0: ()}
@@ -217,7 +217,7 @@ def mixed_draft(shape: TreeShape, q: ContextModel, looked_up: Callable[[Context,
 
 
 def grafted_draft(drawn: Draft, looked_up: Sequence[int]) -> Draft:
-    """Make a draft of drawn tokens with a looked-up chain grafted on, like the hybrid drafter."""
+    """Make a draft of drawn tokens to which a looked-up chain is added, as the hybrid drafter does."""
     chain = Proposal(TokenTree.chain([ROOT_TOKEN, *looked_up]), ProposalKind.DETERMINISTIC)
     return lambda source: graft(drawn(source), chain).proposal
 
@@ -246,7 +246,7 @@ def shapes_unchecked() -> Iterator[None]:
 
 
 def verdicts(draft: Draft, decide: Decide, p: ContextModel) -> list[tuple[Proposal, Verdict, float]]:
-    """Return every outcome of drafting and verifying with its probability; check tensor shapes in the first only."""
+    """Return every outcome of drafting and verifying with its probability; only the first run checks tensor shapes."""
     first = draft(EnumeratingSource())
     decide(first, target_rows(first.tree, p), EnumeratingSource())
     found: list[tuple[Proposal, Verdict, float]] = []
@@ -324,7 +324,7 @@ SHAPES = {name: TreeShape(parents) for name, parents in (CHAINS | TREES).items()
 
 
 class RuleProof(NamedTuple):
-    """Result of `prove_rule`: the largest distance from the target over ``turns``, and the turn it occurred in."""
+    """Result of `prove_rule`: the largest distance from the target in any turn, and the turn where it occurred."""
 
     distance: float
     turns: int
@@ -332,7 +332,7 @@ class RuleProof(NamedTuple):
 
     @property
     def lossless(self) -> bool:
-        """True if probabilities differ from the target's by rounding alone (`LOSSLESS`)."""
+        """True if the probabilities differ from the target's only by rounding (`LOSSLESS`)."""
         return self.distance < LOSSLESS
 
 

@@ -12,7 +12,7 @@ from decoding.measure.proof.greedy import cut_at_ends, ends, greedy_identity
 from decoding.measure.proof.reference import EngineText, Reference
 
 _DRAWN = 8
-"""Length of a text whose first `DEPTH` tokens are counted, to leave room for a draft of usual depth."""
+"""Length of a text whose first `DEPTH` tokens are counted; it leaves room for a draft of usual depth."""
 
 
 class EngineUnderTest(Protocol):
@@ -100,7 +100,7 @@ def prove(
     alpha = effort.alpha_of_a_test
     yield log_probability(reference, cut_at_ends(reference, sampled, effort.max_new_tokens), alpha)
     length = min(_DRAWN, effort.max_new_tokens)
-    # A draw must not exceed the texts before it: those are known to fit the target's context.
+    # A draw must not be longer than the texts before it, which are known to fit into the target's context.
     latest = effort.max_new_tokens - length + DEPTH
     contexts = open_beginnings(reference, cut_at_ends(reference, greedy, latest), effort.draw_prompts)
     asked = [context for context in contexts for _ in range(effort.draws)]
