@@ -211,7 +211,7 @@ ERRORS = {
     ),
     "a plan besides a drafter": (
         ["generate", "--target", "TARGET", "--drafter", "lookup", "--plan", "p.json", "--prompt", "a"],
-        "--plan and --drafter are both given: omit one",
+        "both --plan and --drafter are set: omit one",
     ),
     "a recipe that is not there": (["train", "nowhere.yaml"], "recipe nowhere.yaml does not exist"),
     "an export of nothing": (["export", "nowhere", "out", "--format", "headstart"], "nowhere"),

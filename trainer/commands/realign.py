@@ -1,8 +1,8 @@
-"""`headstart realign`: distil a stale draft on answers that its newly tuned target writes.
+"""`headstart realign`: distils a stale draft on answers that its newly tuned target writes.
 
-One folder contains everything, and the same command resumes there after a kill. Three files have the rows to
-learn from (prompts.jsonl), to choose the best weights by (choosing.jsonl) and to measure with (heldout.jsonl). Next to
-them are the answers to the first two, the training's files, realigned.json, and final/ with the draft.
+One folder contains everything; after a kill the same command resumes there. Three files contain rows: prompts.jsonl to
+learn from, choosing.jsonl to choose the best weights, and heldout.jsonl to measure. The folder also contains the
+answers to the first two files, the files of the training, realigned.json, and final/ with the draft.
 """
 
 import json
@@ -64,7 +64,7 @@ class HeldoutFigures(NamedTuple):
     heldout: int
     """Number of held-out prompts."""
     positions: int
-    """Longest text in tokens that target and draft can hold."""
+    """Longest text, in tokens, that both target and draft support."""
 
 
 def run_realign(options: RealignOptions, console: Console | None = None) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def run_realign(options: RealignOptions, console: Console | None = None) -> dict
     watched, console = console or standard_error(), console or standard_output()
     check_can_be_folder(options.output, "output")
     if Path(options.draft).resolve() == (options.output / FINAL).resolve():
-        raise UserError(f"{options.draft} was made here by an earlier run: use another output")
+        raise UserError(f"{options.draft} was made in this output by an earlier run: use another output")
     recipe = recipe_of(options)
     with hold(options.output):
         return _realign(options, recipe, console, watched)
@@ -124,7 +124,7 @@ def split_prompts(options: RealignOptions) -> None:
             raise UserError(f"{options.heldout} contains no prompts: use another file, or omit --heldout")
     if len(rows) < choosing + 1 or not heldout:
         raise UserError(
-            f"{options.prompts} leaves {len(rows)} prompts to learn from: use at least 3, ideally hundreds"
+            f"{options.prompts} leaves {len(rows)} prompts to learn from: use at least 3, and better hundreds"
         )
     options.output.mkdir(parents=True, exist_ok=True)
     parts = {_PROMPTS: rows[:-choosing], _CHOOSING: rows[-choosing:], _HELDOUT: heldout}
@@ -138,7 +138,7 @@ def _questions(options: RealignOptions, recipe: DraftRecipe, name: str) -> Regen
         prompts=str(options.output / name),
         output=answers_to(options.output / name),
         target=options.target,
-        # Faster, and the answers stay the same.
+        # This is faster, and the answers stay the same.
         drafter=f"{_kind(recipe)}:{options.draft},tokens={recipe.draft.num_draft_tokens}",
         prompt_field=recipe.data.prompt_field,
         temperature=options.temperature,
@@ -163,7 +163,7 @@ def answers_to(prompts: Path) -> Path:
 def recipe_of(options: RealignOptions, positions: int = 1 << 30) -> DraftRecipe:
     """Return the recipe that trains the draft, with the options' overrides applied.
 
-    ``positions``: the longest text in tokens that target and draft can hold.
+    ``positions``: the longest text, in tokens, that both target and draft support.
     """
     every, folder = max(1, options.steps // 10), dspark_folder(options.draft)
     draft: dict[str, Any] = {"num_draft_tokens": options.draft_tokens}
@@ -237,7 +237,7 @@ def _measure(options: RealignOptions, recipe: DraftRecipe, name: str, console: C
 
 
 def _compared(columns: Mapping[str, Figures], title: str) -> Table:
-    """Return a table with a column for each draft, and its figures with 95% intervals."""
+    """Return a table with a column for each draft; figures have 95% intervals."""
     table = Table("setting", "figure", *columns, title=title)
     for setting, names in next(iter(columns.values())).items():
         for name in names:
