@@ -30,10 +30,8 @@ from decoding.model.turns import CacheHolder, CacheTurns, lock_of
 from decoding.rules.tree import TokenTree
 
 _PREFILL_TOKENS = 1 << 14
-"""Most tokens, with padding, in one prefill pass.
-
-This many fill a GPU; 32 texts of 8k tokens in one pass would take 40 GB.
-"""
+"""Most tokens, with padding, in one prefill pass. This many fill a GPU; 32 texts of 8k tokens in one pass would take 40
+GB."""
 
 
 class CausalLM:

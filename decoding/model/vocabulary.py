@@ -21,10 +21,8 @@ from decoding.model.hub import local_folder
 from decoding.model.stored import StoredTensor
 
 OUTPUT_TOKENS_KEY = "headstart_output_tokens"
-"""Key in a draft's config.json.
-
-Its value names the file, in the same folder, with the tokens of the trimmed lm_head.
-"""
+"""Key in a draft's config.json. Its value names the file, in the same folder, with the tokens of the trimmed
+lm_head."""
 OUTPUT_TOKENS_NAME = "output_tokens.json"
 
 

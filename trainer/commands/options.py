@@ -129,8 +129,7 @@ class PlanOptions(shared.ModelOptions):
     """Options of `headstart plan`."""
 
     prompts: Annotated[
-        str,
-        Option(metavar="FILE", help=f"{shared.QUESTIONS_HELP} Best held out and like the prompts in later use."),
+        str, Option(metavar="FILE", help=f"{shared.QUESTIONS_HELP} Best held out and like the prompts in later use.")
     ]
     output: Annotated[Path, Option(metavar="FOLDER", help="Folder for plan.json.")]
     drafter: Annotated[

@@ -53,8 +53,7 @@ DTYPE_HELP = "Type of the target's weights: bf16, fp16, fp32, or fast (bf16 if t
 Dtype = Annotated[str, Option(metavar="TYPE", help=DTYPE_HELP, hidden=True)]
 Trusted = Annotated[bool, Option(help="Run code that comes with a Hub model.", hidden=True)]
 BatchInvariant = Annotated[
-    bool,
-    Option(help="Slower, but in bf16 and fp16 texts equal plain decoding's, alone or in batches.", hidden=True),
+    bool, Option(help="Slower, but in bf16 and fp16 texts equal plain decoding's, alone or in batches.", hidden=True)
 ]
 
 
@@ -80,10 +79,7 @@ SPEC = "NAME[:PATH]"
 DRAFTERS = "such as lookup, heads:PATH or draft:PATH,tokens=4 (all: docs/reference/commands.md)"
 Drafter = Annotated[str | None, Option(metavar=SPEC, help=f"Drafter; by default none (plain decoding); {DRAFTERS}.")]
 PlanFile = Annotated[
-    Path | None,
-    Option(
-        metavar="FILE", help="plan.json of 'headstart plan', used to choose the drafter.", hidden=True
-    ),
+    Path | None, Option(metavar="FILE", help="plan.json of 'headstart plan', used to choose the drafter.", hidden=True)
 ]
 Rule = Annotated[
     str | None,

@@ -1,4 +1,4 @@
-"""Answer rows on disk: appended as they arrive, sorted at the end. Memory holds only their keys and offsets."""
+"""Answer rows on disk, which are appended as they arrive and sorted at the end. Memory holds only keys and offsets."""
 
 import json
 import os
@@ -16,7 +16,7 @@ _KEY = AnswerKey._fields
 
 
 class RowFile:
-    """A .jsonl file of rows with ``row`` and ``sample``. It grows by whole lines; memory holds only their keys."""
+    """A .jsonl file of rows with ``row`` and ``sample``. It grows by whole lines; memory holds only the keys."""
 
     def __init__(
         self, path: Path, fields: Set[str] = frozenset(), drops: Callable[[dict[str, Any]], bool] | None = None
@@ -72,7 +72,10 @@ class RowFile:
             self._note(row, line)
 
     def settle(self) -> None:
-        """Sort the file by row and sample and remove repeats, atomically. Does nothing if it is already sorted."""
+        """Sort the file by row and sample, and remove repeats, atomically.
+
+        Does nothing if the file is sorted already.
+        """
         places = sorted(self.places.items())
         if not self._dropped and places == [*self.places.items()]:
             return
