@@ -15,7 +15,7 @@ from decoding.text import Step, decode_text
 class Conversation:
     """Turns of questions and answers; each turn runs only the tokens that the target has not run before.
 
-    Each turn encodes all messages anew with the chat template, or joins them by line ends if there is none. The answer
+    Each turn encodes all messages again with the chat template, or joins them by line ends if there is none. The answer
     is therefore the one that `Engine` decodes for the same messages, even after interrupted or undone turns. The target
     reuses its cache up to the first token that differs. Part of an answer runs again if the template changes it or its
     text is tokenized differently. Drafts keep no cache between turns.

@@ -42,7 +42,7 @@ METADATA = frozenset(
         "parallel_tool_calls",
     )
 )
-"""Columns and message fields that are never read as text, besides those that end in ``_id``."""
+"""Columns and message fields that are never read as text, in addition to those that end in ``_id``."""
 UNSPOKEN = frozenset({"tool_calls", "reasoning_content"})
 """Fields of a message that may replace its content."""
 REASONING = ("reasoning_content", "thinking")

@@ -1,4 +1,4 @@
-"""Policies that choose before each step how much to draft: a fixed amount, or the fastest as far as known.
+"""Policies that choose before each step how much to draft: always the same amount, or the one expected to be fastest.
 
 The caller keeps one policy per pair of target and drafter; the policy learns over texts and batches. No policy affects
 the guarantee of a lossless rule. The loop measures the seconds of each step; only the adaptive policy reads them.

@@ -21,7 +21,7 @@ class PromptLookupDrafter(TextDrafter):
     The first branch continues the latest earlier occurrence of the longest suffix. Further branches continue other
     occurrences: longer suffixes come first, and among equal lengths the latest. Equal beginnings are merged. A
     continuation ends at the text's end, unless the occurrence touches or overlaps the suffix: then the text repeats
-    itself, and so does the continuation.
+    itself, and the continuation repeats it further.
 
     Suffixes of fewer than ``min_ngram`` tokens are not looked up.
     """

@@ -2,7 +2,7 @@
 
 Each process writes ``runs-RANK.jsonl`` in the output folder. The first line of a file is its provenance. Its
 ``identity`` lists the settings that determine the records and is the same in all files of a folder. The other fields
-give the versions, machine and commit.
+contain the versions, machine and commit.
 """
 
 import json

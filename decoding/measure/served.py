@@ -169,7 +169,7 @@ def _is_of(key: RunKey, row: ReportRow) -> bool:
 
 
 def _identity(mine: Mapping[RunKey, Mapping[str, Any]], by_key: Mapping[RunKey, Mapping[str, Any]]) -> SameTexts | None:
-    """Count the greedy texts that equal the plain endpoint's; servers give no logits, so margins are unknown."""
+    """Count the greedy texts that equal the plain endpoint's; servers do not report logits, so margins are unknown."""
     pairs = [(line, by_key.get(key._replace(method=PLAIN))) for key, line in mine.items()]
     same = [line["timing"][4] == plain["timing"][4] for line, plain in pairs if plain is not None]
     return SameTexts(sum(same), len(same), 0.0 if all(same) else None) if same else None

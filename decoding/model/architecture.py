@@ -16,7 +16,7 @@ STATIC_CHOICES = ("auto", "off", "eager", "graphs")
 def layer_types(text_config: PreTrainedConfig) -> tuple[str, ...]:
     """Return the type of each layer if the architecture has one mask per layer type; otherwise return an empty tuple.
 
-    Configs of other architectures (Mistral) may list types too, but every layer gets the same mask.
+    Configs of other architectures (Mistral) may also list types, but every layer gets the same mask.
     """
     declared = hasattr(type(text_config), "layer_types")
     return tuple(getattr(text_config, "layer_types", None) or ()) if declared else ()

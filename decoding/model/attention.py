@@ -63,7 +63,7 @@ def grouped_attention(
     """Attend, with `transformers`' signature: query (batch, heads, queries, dim), key (batch, groups, keys, dim).
 
     Calls `transformers`' sdpa if there is no mask (a prefill), if heads do not share keys, or if there are options
-    besides a mask; sdpa rejects unknown options. Returns (batch, queries, heads, dim) and None.
+    other than a mask; sdpa rejects unknown options. Returns (batch, queries, heads, dim) and None.
     """
     batch, heads, queries, dim = query.shape
     groups = key.shape[1]

@@ -106,7 +106,7 @@ class PreallocatedCache(Cache):
     """Keys and values of every layer and row in two stacked buffers per device, allocated at first use.
 
     ``capacity`` is the initial size in positions, not a limit: a longer text doubles the buffers (one copy, amortised).
-    Sliding-window layers keep all positions, too, and the mask applies the window; rejected tokens can therefore always
+    Sliding-window layers also keep all positions, and the mask applies the window; rejected tokens can therefore always
     be dropped.
 
     ``lengths[slot]`` is the number of cached positions of a row. ``text`` contains the tokens of row 0 whose keys are

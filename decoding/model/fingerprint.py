@@ -86,7 +86,7 @@ def prompts_fingerprint(prompts: Sequence[Sequence[int]]) -> str:
 
 
 def _described(folder: Path, trust_remote_code: bool) -> Any:
-    """Return everything besides the weights that affects a model's outputs, as JSON values."""
+    """Return everything except the weights that affects a model's outputs, as JSON values."""
     if is_heads_folder(folder):
         return json.loads((folder / "config.json").read_text())
     if (adapters := folder / _ADAPTER_CONFIG).is_file():

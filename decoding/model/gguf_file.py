@@ -37,7 +37,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def is_gguf(name: str | Path) -> bool:
-    """Return True if a name is that of a GGUF file; a folder may have such a name too."""
+    """Return True if a name is that of a GGUF file; a folder may also have such a name."""
     return str(name).lower().endswith(".gguf") and not Path(name).is_dir()
 
 

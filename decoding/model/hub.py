@@ -36,7 +36,7 @@ from decoding.model.quickstart import embedded_folder, is_embedded
 from decoding.model.stored import WEIGHT_FILES, named_files
 
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "README.md")
-"""Config, tokenizer, template, card and similar files; code is fetched too, but runs only if trusted."""
+"""Config, tokenizer, template, card and similar files; code is also fetched, but runs only if trusted."""
 _WEIGHTS = (*WEIGHT_FILES, "adapter_model.safetensors")
 """Weight files that this package reads; copies in layouts of other programs are not fetched."""
 _FOLDERS = ("*/*",)

@@ -226,7 +226,7 @@ def reason(error: BaseException) -> str:
         return "the sizes in config.json differ from the weights"
     if _is_untrusted(error):
         return (
-            "it contains its own code: read the code, then give --trust-remote-code, or trust_remote_code=true in a "
+            "it contains its own code: read the code, then add --trust-remote-code, or trust_remote_code=true in a "
             "recipe"
         )
     if not isinstance(error, StrictDataclassError):
@@ -286,7 +286,7 @@ def load_draft(
     """Load a draft model in the target's dtype and on its device, with fixed shapes if the target has them.
 
     If ``tokenizer`` (the target's) is given and ``other_tokenizer`` is False, the draft's tokenizer must match it;
-    `OtherTokenizerDrafter` accepts any tokenizer. A folder marked by `vocabulary.write_output_tokens` gives a draft
+    `OtherTokenizerDrafter` accepts any tokenizer. A folder marked by `vocabulary.write_output_tokens` becomes a draft
     with a trimmed vocabulary.
     """
     if dspark_folder(name) is not None:

@@ -82,7 +82,7 @@ def read_config_of(kind: type[Config], path: Path, format: str, remedy: str) -> 
 
 
 def check_whole(key: str, value: object, least: int = 1) -> None:
-    """Raise UserError unless the size ``key`` is an int of at least ``least``; True and 1.0 are rejected too."""
+    """Raise UserError unless the size ``key`` is an int of at least ``least``; True and 1.0 are also rejected."""
     if type(value) is not int or value < least:
         raise UserError(f"{key} is {reprlib.repr(value)}: use a whole number, {least} or more")
 

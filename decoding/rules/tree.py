@@ -23,7 +23,7 @@ MOST_NODES = 4096
 
 
 def checked_paths(paths: object, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Return paths of child ranks, read from a file or a recipe, as tuples; UserError unless they form a tree.
+    """Return paths of child ranks, read from a file or a recipe, as tuples; raise UserError if they do not form a tree.
 
     Every prefix of a path must be listed, every path once, and every rank must be below ``vocab_size``.
     """
@@ -45,7 +45,7 @@ def checked_paths(paths: object, vocab_size: int) -> tuple[tuple[int, ...], ...]
 
 
 def _checked_path(path: object) -> tuple[int, ...]:
-    """Return the path as a tuple; UserError unless it is a non-empty list of ranks."""
+    """Return the path as a tuple; raise UserError unless it is a non-empty list of ranks."""
     if not isinstance(path, list | tuple) or not path:
         raise UserError(f"tree path {reprlib.repr(path)} is not a list of ranks: use one such as [0, 1]")
     for rank in path:
@@ -84,9 +84,9 @@ class TreeShape:
     def from_paths(paths: Iterable[Sequence[int]]) -> tuple["TreeShape", tuple[int, ...]]:
         """Build a shape from paths of child ranks, as Medusa writes its trees (``medusa_choices``).
 
-        ``(0, 2)`` is the third best child (rank 2) of the best child of the root. Every prefix of a path must be listed
-        (else UserError). Returns the shape, and the rank among its siblings of each node but the root. Nodes are
-        ordered by depth, then by path, with the best sibling first.
+        ``(0, 2)`` is the third best child (rank 2) of the best child of the root. Every prefix of a path must be
+        listed; otherwise UserError is raised. Returns the shape, and the rank among its siblings of each node but the
+        root. Nodes are ordered by depth, then by path, with the best sibling first.
         """
         ordered = sorted({tuple(path) for path in paths} - {()}, key=lambda path: (len(path), path))
         node_of: dict[tuple[int, ...], int] = {(): 0}

@@ -131,7 +131,7 @@ def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], 
     leaf is kept with probability A, and the target writes from p after it. A rejected child changes its parent: p
     becomes the normalised (A p - q)+, and A becomes S/(S + (1 - A)), with S the sum of (A p - q)+. The next child in
     draw order is tried with this p and A. If all children of a node are rejected, the node is kept with its last A and
-    the target writes from its last p; otherwise the node is rejected too. A deterministic x counts as drawn from
+    the target writes from its last p; otherwise the node is also rejected. A deterministic x counts as drawn from
     delta(x).
 
     On a chain this is block verification (Sun et al. 2403.10444). In expectation it keeps at least as many tokens as

@@ -439,7 +439,7 @@ class PostNormDrafter(DSparkDrafter):
 
 
 READINGS: dict[str, tuple[type[DSparkDrafter], dict[str, Any], str]] = {
-    "post-norm taps": (PostNormDrafter, {}, "taps after the final norm"),
+    "post-norm taps": (PostNormDrafter, {}, "taps behind the final norm"),
     "taps off by one": (DSparkDrafter, {"target_layer_ids": (0, 1)}, "taps one layer lower"),
     "sample_from_anchor": (DSparkDrafter, {"sample_from_anchor": False}, "sample_from_anchor the other way"),
 }

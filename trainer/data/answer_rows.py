@@ -23,7 +23,7 @@ class RowFile:
     ) -> None:
         """Read the file, and cut off an incomplete last line. Raises UserError that names a damaged line.
 
-        Each row has ``fields`` besides its key. ``drops`` returns True for a row that no longer counts; `settle`
+        Each row has its key and ``fields``. ``drops`` returns True for a row that no longer counts; `settle`
         removes it.
         """
         self.path, self._end = path, 0

@@ -160,7 +160,7 @@ def _load_prompts(path: str, section: DataSection, tokenizer: PreTrainedTokenize
 
 
 def load_training_data(section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> Dataset:
-    """Load only the training data. Every process must call this, since one per machine may tokenize."""
+    """Load only the training data. Every process must call this, because one per machine may tokenize."""
     return agreed(lambda: load_dataset(section.train, section, tokenizer, ends), patient=True)
 
 
@@ -194,7 +194,7 @@ _DECIDES = (
     *("format", "text_field", "prompt_field", "answer_field", "max_length", "max_rows", "bad_rows"),
     "chat_template_kwargs",
 )
-"""Fields of a data section that determine the sequences, besides the chat template's file and the source."""
+"""Fields of a data section that determine the sequences, apart from the chat template's file and the source."""
 _CODE = ("rows", "conversations", "chat", "marks", "encoding", "batch", "dataset")
 
 Tokenized = tuple[Sequence[Example], Int[np.ndarray, " rows"], Account]

@@ -1,6 +1,6 @@
 """A trained speculator: loads it, drafts as a server does, and compares it with the served weights.
 
-For a DSpark draft there are also common misreadings of its config, which make it draft badly here or in a server.
+For a DSpark draft, also common misreadings of its config, which make it draft badly here or in a server.
 """
 
 import copy
@@ -32,7 +32,7 @@ from trainer.export.readback import heads_logits
 from trainer.target.loading import OnlineTarget
 
 _Z = 3.29
-"""Number of standard errors beyond which a difference counts as significant."""
+"""Standard errors beyond which a difference is significant."""
 _THETAS = (1e4, 5e5, 1e6)
 CAUSAL = "a causal block"
 """Name of the misreading that hides the right keys only in a batch of one text."""
@@ -51,7 +51,7 @@ def other_readings(draft: DSparkDraft, target: CausalLM) -> Iterator[tuple[str, 
         try:
             config = replace(draft.config, **change)
             config.check_fits(target)
-        except UserError:  # the layer does not exist, or a DFlash draft cannot be misread in this way
+        except UserError:  # the layer does not exist, or a DFlash draft cannot be read that way
             continue
         changed = copy.deepcopy(draft)
         changed.config = config
@@ -62,7 +62,7 @@ def other_readings(draft: DSparkDraft, target: CausalLM) -> Iterator[tuple[str, 
         changed.fc.register_forward_pre_hook(
             lambda module, args: norms[-1](args[0].unflatten(-1, (-1, module.out_features))).flatten(-2)
         )
-        yield "taps after the final norm", changed
+        yield "taps behind the final norm", changed
     changed = copy.deepcopy(draft)
     for layer in changed.layers:
         layer.self_attn.register_forward_pre_hook(_causal)  # type: ignore[union-attr]
@@ -74,9 +74,9 @@ def other_readings(draft: DSparkDraft, target: CausalLM) -> Iterator[tuple[str, 
 
 
 def _causal(module: nn.Module, args: Any) -> Any:
-    """Hide later slots from each slot; their keys come last.
+    """Mask the later slots from each slot; their keys come last.
 
-    The batch contains one text, or blocks that are masked from each other.
+    The batch holds one text, or blocks that are masked from each other.
     """
     x, rotary, keys, values, mask = args
     least, slots = torch.finfo(keys.dtype).min, x.shape[1]
@@ -109,7 +109,7 @@ def misread(check: str, target: CausalLM, draft: DSparkDraft, texts: Sequence[Se
 def _hits(
     target: CausalLM, online: OnlineTarget, draft: DSparkDraft, texts: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Tensor]:
-    """Return the tokens of the texts in all blocks, and for each token whether it is the draft's top-1."""
+    """Return the tokens of the texts in all blocks, and for each whether it is the draft's top-1."""
     blocks = (block for text in texts for block in block_logits(DSpark(draft, target), online, text, 1))
     labels, hits = zip(*((labels, logits.argmax(-1) == labels) for _, labels, logits in blocks), strict=True)
     return torch.cat(labels), torch.cat(hits)
@@ -120,7 +120,7 @@ _DRAFT_TOKENS = 4
 _KINDS = {"heads": "heads", "draft": "draft", "draft-tree": "draft", "dspark": "dspark"}
 """Drafter's name -> kind of its weights."""
 _LEAST = 0.98
-"""If fewer top-1 tokens than this share are equal, the weights differ: rounding to bf16 changes fewer tokens."""
+"""Share of equal top-1 tokens below which the weights differ: rounding to bf16 alone changes fewer tokens."""
 _WEIGHTS = "model.safetensors"
 _REMEDY = "export the speculator again from the run that was measured, and point the server at the new folder"
 
@@ -131,7 +131,7 @@ Weights = MedusaHeads | CausalLM | DSparkDraft
 
 
 class SpeculatorName(NamedTuple):
-    """A speculator's kind, its folder or hub id, and the chain length in its spec (None if it does not set one)."""
+    """A speculator's kind, its folder or hub id, and the chain length in its spec (None if the spec has none)."""
 
     kind: str
     path: str
@@ -151,14 +151,11 @@ class Speculator(NamedTuple):
 
     @property
     def max_positions(self) -> int | None:
-        """Length of the longest text for which it drafts; None if there is no limit."""
+        """Length of the longest text that it drafts for; None if unlimited."""
         return self.chain(1).max_positions
 
     def chain_length(self, wanted: int | None) -> int:
-        """Return ``wanted``, but at most as many as the weights can draft.
-
-        For None return this maximum (draft model: 4).
-        """
+        """Return ``wanted``, but at most what the weights can draft; for None return that maximum (draft model: 4)."""
         if isinstance(self.weights, CausalLM):
             return wanted or _DRAFT_TOKENS
         config = self.weights.config
@@ -166,10 +163,7 @@ class Speculator(NamedTuple):
         return min(wanted or most, most)
 
     def chain(self, tokens: int, sampled: bool = True) -> Drafter:
-        """Make a drafter of chains.
-
-        Above temperature 0 it samples from q if ``sampled``, and otherwise takes the argmax.
-        """
+        """Make a drafter of chains. Above temperature 0 it samples from q, or takes the argmax unless ``sampled``."""
         if isinstance(self.weights, CausalLM):
             return DraftModelDrafter(self.weights, tokens, sampled)
         drafter: MedusaDrafter | DSparkDrafter
@@ -244,7 +238,7 @@ def compare_top_1(
 
 
 def _other_tensors(trained: Weights, read: Weights) -> str:
-    """Return in brackets which tensors differ, and whether the first one has the same rows in another order."""
+    """Return, in brackets, which tensors differ, and whether the first has the same rows in another order."""
     ours, theirs = ((side.model if isinstance(side, CausalLM) else side).state_dict() for side in (trained, read))
     names = [name for name in ours if name not in theirs or not torch.equal(ours[name], theirs[name])]
     if not names:
@@ -256,7 +250,7 @@ def _other_tensors(trained: Weights, read: Weights) -> str:
 
 
 def _read_served_draft(folder: Path, target: CausalLM, trusted: bool) -> tuple[CausalLM, bool]:
-    """Load a draft as vLLM and transformers do, and return True if ``tie_word_embeddings`` hides another lm_head."""
+    """Load a draft as vLLM and transformers do; also return True if ``tie_word_embeddings`` hides another lm_head."""
     model = load_model(str(folder), target.dtype, target.device, trusted)
     stored, path = read_object(folder / "config.json", _REMEDY), folder / _WEIGHTS
     embeddings: Any = model.get_input_embeddings()
@@ -276,7 +270,7 @@ def _draft_top_1(draft: CausalLM, text: Sequence[int]) -> Int[Tensor, " position
 
 
 def _dspark_top_1(target: CausalLM, online: OnlineTarget, depths: int) -> _Top1:
-    """Return a function for the top-1 of the first ``depths`` tokens of each block; both drafts have so many."""
+    """Return a function for the top-1 of the first ``depths`` tokens of each block, which both drafts have."""
 
     def top_1(draft: DSparkDraft, text: Sequence[int]) -> Int[Tensor, " labels"]:
         """Draft each token after the text's own tokens."""

@@ -239,7 +239,7 @@ def ensure_features(
     """Write the missing features of these examples and return them all; ``taps`` are the layers that a draft reads.
 
     Every process calls this and waits for the others. Raises UserError, before anything is written, if states in the
-    section's dtype would give another distribution than the target's.
+    section's dtype would have another distribution than the target's.
     """
     layers = sorted({*taps, target.model.num_layers - 2}) if taps else ()
     identity = FeatureIdentity.of(target.model, target.fingerprint, target.tokenizer, examples, section, layers)

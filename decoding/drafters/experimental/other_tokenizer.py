@@ -1,8 +1,8 @@
 """A draft model whose tokenizer differs from the target's: the two models exchange text.
 
 Follows `transformers`' universal assisted generation (``assistant_tokenizer``). At every step the draft's tokenizer
-encodes the text anew, and the target's tokenizer encodes the draft's continuation. This is slower than a draft with the
-same tokenizer.
+encodes the text again, and the target's tokenizer encodes the draft's continuation. This is slower than a draft with
+the same tokenizer.
 """
 
 from collections.abc import Sequence
