@@ -102,7 +102,7 @@ def trained_texts(tokenizer: PreTrainedTokenizerBase, sequence: Marked) -> list[
 
 @pytest.mark.parametrize(("template", "end"), [(LLAMA, "<|eot|>"), (GEMMA3, "<end_of_turn>")], ids=["llama", "gemma3"])
 def test_every_answer_with_its_end_of_turn_is_found_in_one_sequence(template: str, end: str) -> None:
-    """Not the system prompt, nor the line break that a template puts behind the end of turn."""
+    """Not the system prompt, nor the line break that a template puts after the end of turn."""
     messages = turns("Why?", " Because. ", "So?", "Yes.")
     tokenizer, (sequence,) = encode(template, messages)
     assert trained_texts(tokenizer, sequence) == [f"Because.{end}", f"Yes.{end}"]

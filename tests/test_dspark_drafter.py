@@ -1,4 +1,4 @@
-"""DSpark drafts as drafters: each step's block is what a plain forward of the whole text says, in every row."""
+"""DSpark drafts as drafters: each step's block is what a plain forward pass of the whole text says, in every row."""
 
 import random
 from typing import Any
@@ -34,7 +34,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return found
 
 
-# --- one forward ------------------------------------------------------------------------------------------------------
+# --- one forward pass -------------------------------------------------------------------------------------------------
 
 MIXED = {"layer_types": ("sliding_attention", "full_attention", "sliding_attention"), "sliding_window": 4}
 ROPES: tuple[dict[str, Any], ...] = (

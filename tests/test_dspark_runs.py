@@ -131,7 +131,7 @@ def test_a_finished_draft_goes_on_in_a_second_stage_on_what_the_loop_writes(work
     stored, found = (load_file(folder / "model.safetensors") for folder in (first, second))
     assert found.keys() == stored.keys() and not any(torch.equal(found[name], stored[name]) for name in found)
     configs = [json.loads((folder / "config.json").read_text()) for folder in (first, second)]
-    assert all(config.pop("headstart")["tree"] for config in configs) and configs[0] == configs[1]  # fitted anew
+    assert all(config.pop("headstart")["tree"] for config in configs) and configs[0] == configs[1]  # fitted again
 
 
 # --- states of the target on disk: a draft learns from them what it learns from the target itself ---------------------
@@ -165,7 +165,7 @@ def stored(
 def test_a_draft_learns_from_the_disk_what_it_learns_from_its_target(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its taps are 0 and 1; the state behind layer 2 is stored for the target's own distribution.
+    """Its taps are 0 and 1; the state after layer 2 is stored for the target's own distribution.
 
     The running target takes rows of other lengths one by one.
     """

@@ -234,7 +234,7 @@ def test_a_recipe_of_an_ordinary_draft_does_not_go_on_with_a_dspark_draft(stored
 # --- the tree ---------------------------------------------------------------------------------------------------------
 
 TEXT, PROMPT = (3, 1, 4, 1, 5, 9, 2, 6), 3
-"""The roots are the tokens 3 to 6: of four labels one is four tokens behind its root, of five labels none."""
+"""The roots are the tokens 3 to 6: of four labels one is four tokens after its root, of five labels none."""
 
 
 @pytest.mark.parametrize("together", [128, 2])

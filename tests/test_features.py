@@ -99,7 +99,7 @@ def stored(tiny_llama: CausalLM, tmp_path: Path) -> FeatureStore:
 
 
 def written_at(folder: Path) -> dict[str, int]:
-    """When each file was written; a file that is written anew is another file."""
+    """When each file was written; a file that is written again is another file."""
     return {path.name: path.stat().st_ino for path in folder.glob("*.safetensors")}
 
 

@@ -81,7 +81,7 @@ def test_the_texts_of_these_tests_need_their_context(family: str) -> None:
 
 @pytest.mark.parametrize(("family", "attention"), FEW_ATTENTIONS)
 def test_ragged_batches_under_a_hostile_drafter_are_plain_greedy(family: str, attention: str) -> None:
-    """Mixtures of experts among them: which rows stand beside a row does not change its text."""
+    """Mixtures of experts among them: which rows stand next to a row does not change its text."""
     target, plain = CausalLM(model_of(family, attention)), plain_texts(family)
     right = [[*prompt, *text] for prompt, text in zip(RAGGED, plain, strict=True)]
     drafter = HostileDrafter(1, right[0], others=right[1:])
@@ -307,7 +307,7 @@ def test_a_cache_serves_any_prompts_after_calls_that_ended_anywhere(
     target = causal_lm(family)
     kept, text = target.new_cache(capacity), [chance.randrange(16) for _ in range(chance.randint(1, 8))]
     for _ in range(turns):
-        # Some beginning of all that was said, and something new behind it.
+        # Some beginning of all that was said, and something new after it.
         text = text[: chance.randint(0, len(text))][:40]
         prompt = [*text, *(chance.randrange(16) for _ in range(chance.randint(1, 5)))]
         wanted = plain_greedy(family, tuple(prompt))

@@ -1,4 +1,4 @@
-"""`speculate`, and `HeadstartModel.generate` beside transformers' own on the same inputs."""
+"""`speculate`, and `HeadstartModel.generate` compared with transformers' own on the same inputs."""
 
 from pathlib import Path
 from typing import Any

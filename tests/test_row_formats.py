@@ -218,7 +218,7 @@ def test_columns_that_nobody_reads_are_reported_once_with_their_rows(
 
 
 def test_regenerate_reports_columns_too_and_the_target_hears_the_system_message(tmp_path: Path) -> None:
-    """Answers are written anew, so theirs are no loss."""
+    """Answers are written again, so theirs are no loss."""
     counting_model(128).save_pretrained(tmp_path / "target")
     byte_tokenizer(TOOL_TEMPLATE).save_pretrained(tmp_path / "target")
     output = io.StringIO()

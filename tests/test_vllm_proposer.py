@@ -78,7 +78,7 @@ def state_before(text: list[int]) -> Tensor:
 
 
 def own_chain(heads: MedusaHeads, target: Target, text: list[int]) -> list[int]:
-    """The chain of `decoding`'s heads behind a text."""
+    """The chain of `decoding`'s heads after a text."""
     tokens = text[-1:]
     for k in range(HEADS):
         before = torch.tensor(tokens[-1]) if heads.markov is not None else None

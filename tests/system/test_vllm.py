@@ -126,7 +126,7 @@ def test_an_export_writes_our_text_in_as_many_passes_as_here(found: Row, name: s
     accepted, passes = row["theirs"]["accepted"], row["theirs"]["passes"]
     assert 0 < accepted[0] < passes, "neither none nor all"
     assert name == "lookup" or row["theirs"]["drafted"] == passes * len(accepted)
-    # Every pass writes the target's own token and the accepted ones; the last may reach behind the text's end.
+    # Every pass writes the target's own token and the accepted ones; the last may reach after the text's end.
     assert 0 <= passes + sum(accepted) - PROMPTS * (MAX_NEW_TOKENS - 1) < PROMPTS * len(accepted)
 
 

@@ -89,7 +89,7 @@ def test_no_cache_grows_in_the_life_of_a_text(
 
 
 def test_padding_without_room_goes_to_a_position_that_is_nobodys(tiny_llama: CausalLM) -> None:
-    """A row at the end of the buffers beside one that appends a long block."""
+    """A row at the end of the buffers next to one that appends a long block."""
     for capacity in (9, 64):
         cache = tiny_llama.new_cache(capacity, 2)
         tiny_llama.prefill([[3, 1, 4, 1, 5, 9, 2], [6]], cache)

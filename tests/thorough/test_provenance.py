@@ -1,4 +1,4 @@
-"""What is written beside the weights: enough to know where they come from, and nothing secret."""
+"""What is written next to the weights: enough to know where they come from, and nothing secret."""
 
 import hashlib
 import io
@@ -238,7 +238,7 @@ def train(folder: Path, dtype: str = "fp32", keep: str = "last", tracking: str =
 
 
 def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process ends when it is about to do the step behind this one, as a kill would have it."""
+    """The process ends when it is about to do the step after this one, as a kill would have it."""
     whole = loop._step
 
     def stopped(*args: Any) -> Any:
