@@ -153,7 +153,7 @@ def test_in_a_crowd_of_requests_that_come_and_go_every_draft_is_of_its_own_state
 
 def test_what_vllm_cannot_start_is_one_sentence(found: Row) -> None:
     errors = {name: row["error"] for (name, _), row in found.items() if "error" in row}
-    assert "num_speculative_tokens is 4 but there are 3 heads: give at most 3" in errors["more"]
+    assert "num_speculative_tokens is 4 but there are 3 heads: use at most 3" in errors["more"]
     assert "nowhere contains no headstart heads" in errors["nowhere"]
 
 

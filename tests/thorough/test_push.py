@@ -105,7 +105,7 @@ def test_a_branch_is_made_and_a_pull_request_leaves_main(hub: FakeHub, folder: P
     assert third.address == f"{hub.address}/{REPOSITORY}/discussions/1"
     sent = next(request for request in hub.requests if "/commit/v2%2Fwide" in request.path)
     assert json.loads(sent.body.splitlines()[0])["value"]["summary"] == "Wider heads"
-    with pytest.raises(ValueError, match="a pull request goes to main, but revision is 'v2': give only one"):
+    with pytest.raises(ValueError, match="a pull request goes to main, but revision is 'v2': use only one"):
         push(folder, REPOSITORY, pull_request=True, revision="v2")
 
 
@@ -152,7 +152,7 @@ def test_only_a_whole_export_is_pushed_to_a_repository_by_somebody_with_a_token(
     hub: FakeHub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("heads", "a/b/c", "zoe/", "zoe/with blank", ""):
-        with pytest.raises(ValueError, match="give ORG/NAME"):
+        with pytest.raises(ValueError, match="write ORG/NAME"):
             push(folder, name)
     with monkeypatch.context() as patched:
         patched.setattr("trainer.export.upload.get_token", lambda: None)

@@ -34,7 +34,7 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
     """Load and check everything that the recipe names, and write missing features or teacher logits.
 
     Every process calls this. ``begins``: see `trainer.run.train`. A run that resumes is not checked, because a busy
-    machine must not stop it.
+    machine must not stop the run.
     """
     if (start := recipe.draft.init.from_model) is not None:
         local_folder(start, weights=False)  # a misspelt name ends the run before the target is loaded
@@ -49,7 +49,7 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
         initial = initial_dspark(target.model, target.tokenizer, section, examples)
         say_coverage(process, "the draft", examples, initial.output_tokens)
         fits = begins and section.dspark.fit_tokens and section.init.from_model is None and initial.markov is not None
-        if fits and (online := OnlineTarget(target.model)).transform is None:  # else a regression is off by a scale
+        if fits and (online := OnlineTarget(target.model)).transform is None:  # else a regression has a wrong scale
             process.say(
                 f"the draft's bias starts as a regression on up to {section.dspark.fit_tokens:,} tokens "
                 "(draft.dspark.fit_tokens)"
