@@ -66,7 +66,7 @@ UNTRAINED = {"weight": 0}
 _SPOKEN = ("role", "from", "content", "value")
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _TEXT_ANSWERS = ("answer", "response", "completion")
-"""Fields next to which a row's ``text`` is a prompt. So is mbpp's ``code``, which is recognised by its ``task_id``."""
+"""Fields next to which a row's ``text`` is a prompt. mbpp's ``code``, known by its ``task_id``, is one too."""
 
 
 def find_prompt(row: dict[str, Any]) -> str | None:

@@ -90,7 +90,10 @@ def named(rows: Iterable[ReportRow], setting: str) -> list[ReportRow]:
 
 
 def methods(report: Report) -> list[str]:
-    """Return the measured methods except plain decoding. A method has the colour of its index in all pictures."""
+    """Return the measured methods except plain decoding.
+
+    The index of a method determines its colour in all pictures.
+    """
     return list(dict.fromkeys(row.method for row in report.rows if row.method != PLAIN))
 
 

@@ -91,7 +91,7 @@ class EvaluationConfig:
     seed: int = 0
     batch_sizes: tuple[int, ...] = (1,)
     contexts: tuple[int | None, ...] = (None,)
-    """Prompt lengths, in tokens, requested from the source of prompts; None for prompts as they are."""
+    """Prompt lengths, in tokens, requested from the source of prompts; None to use prompts as they are."""
     policies: tuple[str, ...] = (FIXED,)
     """Names of the policies that each drafter is measured with: drafts of fixed size, and the default of `generate`."""
 

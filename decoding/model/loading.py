@@ -71,7 +71,7 @@ def load_model(
     check_model_folder(folder)
     spread = place is None and exceeds_first_gpu(folder, kept)
     if spread:
-        _LOGGER.warning("%s does not fit on the first GPU and is spread over %d", name, torch.cuda.device_count())
+        _LOGGER.warning("%s does not fit on the first GPU and is spread over %d GPUs", name, torch.cuda.device_count())
     disable_progress_bar()  # the weights are read before the progress bar is drawn
     try:
         described = _that_or_base(folder, "config.json")

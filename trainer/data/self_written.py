@@ -25,7 +25,7 @@ from trainer.data.conversations import AnswerKey, Message, OpenConversation, rea
 
 WRITING = SamplingConfig(temperature=1.0, top_p=0.95)
 LONGEST = 128
-"""Longest prompt in tokens, with its end."""
+"""Longest prompt in tokens, including its end token."""
 _SHORTEST = 4
 _FIRST_DRAWS, _DRAWS_PER_PROMPT = 256, 10
 """If a target needs more draws than this per prompt, after at least so many in all, the run stops."""

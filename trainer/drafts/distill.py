@@ -62,7 +62,7 @@ class DraftAhead(NamedTuple):
     places: Int[Tensor, " labels"]
     """Positions before the labels, in the flattened batch."""
     stored: Mapping[str, Tensor] | None = None
-    """The teacher's rows from disk, if stored."""
+    """The teacher's rows from the disk, if they are stored."""
 
 
 class OnlineTeacher:
@@ -72,7 +72,7 @@ class OnlineTeacher:
         self._target = OnlineTarget(target)
 
     def read(self, batch: Batch) -> None:
-        """Return None: nothing is stored."""
+        """Return None, because nothing is stored."""
 
     def for_batch(
         self, batch: Batch, places: Int[Tensor, " labels"] | None = None, stored: Mapping[str, Tensor] | None = None

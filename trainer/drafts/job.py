@@ -175,7 +175,7 @@ def payoff(costs: Costs) -> Payoff:
 
 
 def check_pays(costs: Costs) -> str:
-    """Describe in a sentence what a draft of these costs can gain; raise UserError if nothing."""
+    """Describe in a sentence what a draft with these costs can gain; raise UserError if it cannot gain anything."""
     (least, most), at_once = payoff(costs), max(costs.draft)
     step = "step" if at_once == 1 else f"forward for {at_once} tokens"
     if least is None:

@@ -1,4 +1,4 @@
-"""Proof that exported files equal the trained weights: compare every bit, and decode prompts with both.
+"""Proof that exported files equal the trained weights: compares every bit, and decodes prompts with both.
 
 Each format's module has ``readers(task, target)``. It returns pairs of functions: one loads the trained weights, the
 other loads the exported files alone. The two drafters draft the same chain or tree; only one is in memory at a time.

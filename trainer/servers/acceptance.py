@@ -197,7 +197,7 @@ def compare_sampling(
             return undecided(SAMPLING, f"{told}: {_BLIND}")
         return ok(SAMPLING, f"{told}: the server samples its drafts", **figures)
     if is_other(argmax, server):
-        return problem(SAMPLING, f"{told}: the server matches neither", _NEITHER, **figures)
+        return problem(SAMPLING, f"{told}: the server matches neither of them", _NEITHER, **figures)
     if from_best.blind:
         found = f"{told}: the drafts are not sampled, but too few to distinguish argmax drafts from a fault"
         return problem(SAMPLING, found, f"{_MORE}; {_NEITHER}", **figures)

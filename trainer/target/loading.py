@@ -133,7 +133,7 @@ class OnlineTarget:
         return weight
 
     def read(self, batch: Batch) -> Tensor | None:
-        """Return None: nothing is stored."""
+        """Return None, because nothing is stored."""
         return None
 
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:

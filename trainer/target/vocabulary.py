@@ -35,7 +35,7 @@ def most_frequent_trained(
         ends.add(tokenizer.eos_token_id)
     always = sorted(token for token in ends if token < known)
     if count < len(always):
-        raise UserError(f"{setting} is {count} but {len(always)} tokens end texts: raise it above that")
+        raise UserError(f"{setting} is {count} but {len(always)} tokens end texts: raise it above this number")
     texts = (predicted[predicted < known].tolist() for predicted in map(Example.predicted, examples))
     return most_frequent_tokens(texts, count, known, always)
 
