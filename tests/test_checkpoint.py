@@ -250,7 +250,7 @@ def test_another_recipe_is_refused_naming_what_differs(tmp_path: Path) -> None:
     assert f"{tmp_path}/step-00000002 was made by a recipe with another kind, training.steps (10, now 11): " in str(
         error.value
     )
-    assert f"another output folder, or remove {tmp_path} to start over" in str(error.value)
+    assert f"another output folder in the recipe, or remove {tmp_path} to start over" in str(error.value)
 
 
 @pytest.mark.parametrize(("beta", "refused"), [(0.95, False), (0.9, True)])

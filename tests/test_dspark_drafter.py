@@ -146,7 +146,7 @@ def test_a_gated_bias_drafts_trees_and_one_with_a_memory_only_chains(deep: Causa
     best, second, *children = proposal.tree.tokens[1:].tolist()
     assert [best, second] == logits_after(draft, deep, text, []).topk(2).indices.tolist()
     assert children == [int(logits_after(draft, deep, text, [each]).argmax()) for each in (best, second)]
-    with pytest.raises(ValueError, match=r"remembers all tokens of a chain \(markov_head_type rnn\): use tokens"):
+    with pytest.raises(ValueError, match=r"remembers all tokens of a chain \(markov_head_type rnn\): set tokens"):
         DSparkDrafter(tiny_dspark(deep, markov_head_type="rnn"), tree=paths)
 
 

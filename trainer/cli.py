@@ -193,7 +193,7 @@ def evaluate(options: option_sets.EvaluateOptions) -> None:
     "  --drafter lookup --prompts test.jsonl --output runs/plan",
 )
 def plan(options: option_sets.PlanOptions) -> None:
-    """Choose drafter, depth and tree by costs measured on this machine.
+    """Choose drafter, depth and tree by costs measured here.
 
     Without a drafter it predicts, for every batch size, what training a drafter would gain.
     """
@@ -208,7 +208,7 @@ def plan(options: option_sets.PlanOptions) -> None:
     'headstart compare runs/measured --method plain --other "prompt lookup"',
 )
 def compare(options: option_sets.CompareOptions) -> None:
-    """Compare two evaluations or two methods, and say whether they really differ."""
+    """Compare two evaluations or two methods. Say whether they really differ."""
     from trainer.commands.compare import run_compare
 
     run_compare(options)
@@ -233,7 +233,7 @@ def verify(options: check_options.VerifyOptions) -> bool:
     "  --endpoint http://localhost:8000/v1 --model NAME",
 )
 def diagnose(options: check_options.DiagnoseOptions) -> bool:
-    """Find out why a speculator works well here but poorly in a server. Exit code 1: they differ."""
+    """Find out why a speculator works here but badly in a server. Exit code 1: they differ."""
     from trainer.commands.diagnose import run_diagnose
 
     return run_diagnose(options)
