@@ -314,7 +314,7 @@ def _take_turns(bench: Bench, wanted: dict[str, Any], methods: Mapping[str, Meth
 
 
 def summarise(options: argparse.Namespace) -> None:
-    """Write the figures of all records and the trainings behind them."""
+    """Write the figures of all records and of the trainings that they use."""
     records = read_records(options.runs / "records.jsonl")
     rows = summary(records)
     trained = {}

@@ -4,7 +4,7 @@ It needs this repository, torch and transformers, but no git, make or network; o
 and not used. Each step runs in a separate process that is killed when its time is up. After each step, suite.json and
 suite.md in the output folder are rewritten. A second run does the remaining steps: those not begun, failed or killed.
 
-Without a GPU give --pretend: it runs the same steps at tiny sizes on the CPU, and the figures mean nothing.
+Without a GPU use --pretend: it runs the same steps at tiny sizes on the CPU, and the figures mean nothing.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def start_method() -> str:
     A process that has used the GPU, even to count devices, has no forks that can. Raises ValueError without a GPU.
     """
     if not torch.cuda.is_available():
-        raise ValueError("torch finds no GPU: give --pretend (make gpu PRETEND=1) to try the steps on the CPU")
+        raise ValueError("torch finds no GPU: use --pretend (make gpu PRETEND=1) to try the steps on the CPU")
     process = multiprocessing.get_context("fork").Process(target=torch.cuda.init)
     process.start()
     process.join()
@@ -129,7 +129,7 @@ def run_within(name: str, bench: Bench, output: Path, seconds: float, method: st
     process.join(seconds)
     cut = process.is_alive()
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # also what it left running
+        os.killpg(process.pid, signal.SIGKILL)  # this also ends what it left running
     process.kill()  # in case it had no time to start its process group
     process.join()
     found: dict[str, Any] = {"results": {}, "errors": {}, "done": False}
@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if kept.is_file():
         old = json.loads(kept.read_text())
         if any(old[key] != report[key] for key in ("schema", "commit", "pretended")):
-            raise ValueError(f"{kept} is of commit {old['commit']}, not {report['commit']}: give another --output")
+            raise ValueError(f"{kept} is of commit {old['commit']}, not {report['commit']}: use another --output")
         report["steps"] = old["steps"]
     begins = tuple(options.steps.split(";"))
     chosen = [name for name in STEPS if name.startswith(begins)]
@@ -241,6 +241,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         code: int | str = main()
-    except ValueError as error:  # wrong options; later errors are in the report
+    except ValueError as error:  # wrong options only, because later errors are in the report
         code = str(error)
     sys.exit(code)

@@ -1,7 +1,7 @@
 """Verdicts of `headstart verify` on real servers, greedy and sampled: one row per server.
 
-A server is given by its engine, its method and the command that starts it, split into words as in a shell. The command
-must serve on port 8123 or print its address as the first line.
+A server is specified by its engine, its method and the command that starts it, split into words as in a shell. The
+command must serve on port 8123 or print its address as the first line.
 
     python benchmarks/verified.py --target FOLDER --prompts FILE.jsonl --output FILE.json \
         --server "llama.cpp" "DSpark, 6 tokens" "COMMAND" --server "vLLM 0.32" "plain" "COMMAND --port 8123"

@@ -90,7 +90,7 @@ def widened_to(
     have = model.num_parameters()
     _refuse_unfit(model, 1, 0)
     if have >= parameters:
-        raise ValueError(f"the model already has {have:,} parameters: give a number above that, not {parameters:,}")
+        raise ValueError(f"the model already has {have:,} parameters: use a number above that, not {parameters:,}")
     layers = model.config.num_hidden_layers
     for width in WIDTHS:
         smallest = _count(model.config, width, 0)
@@ -247,23 +247,23 @@ def _refuse_factor(width: int) -> None:
     root = math.isqrt(max(width, 0))
     if width < 1 or root * root != width or root & (root - 1):
         raise ValueError(
-            f"width is {width}: give a power of 4 (1, 4, 16, 64), so that its square root scales norms without rounding"
+            f"width is {width}: use a power of 4 (1, 4, 16, 64), so that its square root scales norms without rounding"
         )
 
 
 def _refuse_unfit(model: PreTrainedModel, width: int, extra_layers: int) -> None:
     _refuse_factor(width)
     if extra_layers < 0:
-        raise ValueError(f"extra_layers is {extra_layers}: give 0 or more")
+        raise ValueError(f"extra_layers is {extra_layers}: use 0 or more")
     family = model.config.model_type
     if family not in FAMILIES:
-        raise ValueError(f"{family} cannot be widened: give a model from {', '.join(FAMILIES)}")
+        raise ValueError(f"{family} cannot be widened: use a model from {', '.join(FAMILIES)}")
     expected = _shapes(model.config)
     found = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.is_floating_point()}
     if other := sorted({name for name, _ in expected.items() ^ found.items()}):
         raise ValueError(
             f"{', '.join(other[:3])}{', …' if other[3:] else ''} differ from a plain {family} with this config: "
-            "give a causal LM without adapters or quantisation"
+            "use a causal LM without adapters or quantisation"
         )
 
 

@@ -1,7 +1,7 @@
 """Speculative decoding for transformers models: drafters, acceptance rules, one loop, and its measurement.
 
-``__init__.pyi`` has the public names and their types. They are imported on first use, to keep ``import decoding`` from
-loading PyTorch.
+``__init__.pyi`` lists the public names and their types. Each name is imported on first use, so ``import decoding`` does
+not load PyTorch.
 """
 
 from decoding.lazy import lazy_names

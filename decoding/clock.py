@@ -6,14 +6,17 @@ import torch
 
 
 def marked(device: torch.device) -> torch.cuda.Event:
-    """Record an event in the queue of this GPU, which need not be the current one."""
+    """Record an event in this GPU's queue, even if another GPU is the current one."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
 
 
 class PhaseClock:
-    """Clock of consecutive phases. On a GPU its marks are events in the queue, read after the step's result."""
+    """Clock of consecutive phases.
+
+    On a GPU each mark is an event in the queue, which is read after the step's result.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

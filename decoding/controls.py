@@ -24,13 +24,13 @@ _REFUSED = {
     "it is not a sampling algorithm": "penalty_alpha dola_layers watermarking_config",
     "it needs a second pass of the target for every token": "guidance_scale",
     "the target has no encoder": "encoder_repetition_penalty encoder_no_repeat_ngram_size forced_bos_token_id",
-    "a text cut at its maximum length has no EOS": "forced_eos_token_id",
-    "it rewrites the prompt: do that before decoding": "token_healing",
+    "a text that is cut at its maximum length does not end with EOS": "forced_eos_token_id",
+    "it rewrites the prompt: change the prompt before decoding": "token_healing",
     "repeat the prompt once per text": "num_return_sequences",
     "choose the drafter here, not in the generation config": "prompt_lookup_num_tokens assistant_early_exit "
     "assistant_ensemble_weight speculation_type use_mtp",
 }
-"""Unsupported options that change the text, by reason. A value of None, 0 or False disables an option."""
+"""Unsupported options that change the text, grouped by the reason. None, 0 or False switches an option off."""
 _REFUSED_IF_SAMPLING = {"top_k, top_p, min_p or typical_p cut the tail instead": "top_h epsilon_cutoff eta_cutoff"}
 _OFF_AT_ONE = {"num_beams", "num_beam_groups", "guidance_scale", "encoder_repetition_penalty", "num_return_sequences"}
 _KNOWN_NAMES = """
@@ -63,7 +63,7 @@ def sampling_from_generation_config(
     _refuse_unsupported(config, {**_REFUSED, **(_REFUSED_IF_SAMPLING if sample else {})})
     penalty = config.repetition_penalty or 1.0
     # `SamplingConfig` applies its repetition penalty before all processors. `generate` applies a sequence bias before
-    # the penalty, and replaces the penalty by the caller's. In both cases the penalty must be a processor too.
+    # the penalty, and a penalty from the caller replaces the config's. In both cases the penalty must be a processor.
     if penalty != 1 and (config.sequence_bias or RepetitionPenaltyLogitsProcessor in map(type, processors)):
         penalty = 1.0
         merged = _processors(config, processors, device)
@@ -73,7 +73,7 @@ def sampling_from_generation_config(
         return SamplingConfig(repetition_penalty=penalty, processors=merged)
     temperature = 1.0 if config.temperature is None else config.temperature
     if temperature == 0:
-        raise UserError("temperature is 0 with do_sample: set do_sample=False for greedy decoding")
+        raise UserError("temperature is 0 although do_sample is set: set do_sample=False for greedy decoding")
     return SamplingConfig(
         temperature=temperature,
         top_k=50 if config.top_k is None else config.top_k,

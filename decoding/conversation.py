@@ -15,13 +15,13 @@ from decoding.text import Step, decode_text
 class Conversation:
     """Turns of questions and answers; each turn runs only the tokens that the target has not run before.
 
-    Each turn encodes all messages anew with the chat template, or joins them by line ends if there is none. Its answer
-    is therefore the same that `Engine` decodes for these messages, even after interrupted or undone turns. The target
+    Each turn encodes all messages again with the chat template, or joins them by line ends if there is none. The answer
+    is therefore the one that `Engine` decodes for the same messages, even after interrupted or undone turns. The target
     reuses its cache up to the first token that differs. Part of an answer runs again if the template changes it or its
     text is tokenized differently. Drafts keep no cache between turns.
 
     ``messages`` are the messages of finished turns, in the form that chat templates take. ``answer_limit`` is the token
-    limit of the last answer: ``max_new_tokens``, or less if the context has less room.
+    limit of the last answer: ``max_new_tokens``, or fewer tokens if the context is nearly full.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Conversation:
     def ask(self, question: str) -> Iterator[Step]:
         """Answer a question; yield each step after its target pass, and end the turn after the last one.
 
-        A turn that is closed or interrupted keeps its steps so far as the answer; without any steps, it keeps nothing.
+        If a turn is closed or interrupted, the steps so far become its answer; a turn without steps leaves no trace.
         Turn i (from 0) is decoded with the seed ``seed + i``. Raises UserError at once if the template rejects the
         question or the context cannot hold it; the conversation is then unchanged.
         """
@@ -70,12 +70,12 @@ class Conversation:
         return self._turn
 
     def encode(self, question: str) -> tuple[int, ...]:
-        """Return the token ids of all messages with this question, ready for its answer."""
+        """Return the token ids of all messages and this question, as the prompt for the answer."""
         messages = [*self.messages, {"role": "user", "content": question}]
         return encode_prompt(messages, self.tokenizer, chat=True)
 
     def undo(self) -> str | None:
-        """Remove the last turn; return its question, or None without a turn."""
+        """Remove the last turn and return its question; return None if there is no turn."""
         self._end_turn()
         if len(self.messages) == len(self._system):
             return None

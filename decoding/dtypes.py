@@ -1,4 +1,4 @@
-"""Dtypes by the names that users give, int8 weights, and the default device."""
+"""Dtypes by the names that users write, int8 weights, and the default device."""
 
 from typing import TypeVar
 
@@ -12,25 +12,28 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype:
-    """Return a floating dtype, by its name in `DTYPES` or in torch, or the fast one for ``fast``; else UserError."""
+    """Return the floating dtype with this name in `DTYPES` or torch; ``fast`` is the fast one.
+
+    Raises UserError for others.
+    """
     if isinstance(name, torch.dtype) and name.is_floating_point:
         return name
     names = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
     found = names.get(fast_dtype() if name == "fast" else str(name))
     if found is None:
-        raise UserError(f"dtype is {str(name)!r}: give one of fast, {', '.join(DTYPES)}")
+        raise UserError(f"dtype is {str(name)!r}: use one of fast, {', '.join(DTYPES)}")
     return found
 
 
 def parse_device(name: str | torch.device) -> torch.device:
-    """Return a device that can be used here; UserError for any other."""
+    """Return the device; raise UserError if it cannot be used here."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(
-            f"device is {str(name)!r}, which cannot be used: {reason}", "give cpu, cuda or cuda:N"
+            f"device is {str(name)!r}, which cannot be used: {reason}", "use cpu, cuda or cuda:N"
         ) from error
     return device
 
@@ -54,8 +57,8 @@ def default_device() -> torch.device:
 def quantised(model: Model) -> Model:
     """Round the weights of a model's linear layers to int8 in place, with one scale per row.
 
-    Each call widens the weights to the model's dtype, so the model is smaller but slower. Raises UserError without
-    torchao.
+    Each call of a layer widens its weights to the model's dtype, so the model is smaller but slower. Raises UserError
+    if torchao is not installed.
     """
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_

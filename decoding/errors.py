@@ -4,9 +4,10 @@ from collections.abc import Hashable, Iterable
 
 
 class UserError(ValueError):
-    """An error that the user can fix: the only type that commands print without a traceback.
+    """An error that the user can fix. It is the only type of error that commands print without a traceback.
 
-    Its text is ``message: remedy``, each one sentence without a full stop. Without ``remedy``, the message contains it.
+    Its text is ``message: remedy``; both are sentences without a full stop. If ``remedy`` is not passed, the message
+    contains it.
     """
 
     def __init__(self, message: str, remedy: str = "") -> None:
@@ -19,9 +20,9 @@ class UserError(ValueError):
 
 
 def check_once(name: str, values: Iterable[Hashable]) -> None:
-    """Raise UserError if a value occurs twice. ``name`` labels the values, such as "--drafter"."""
+    """Raise UserError if a value occurs twice. ``name`` says what the values are, such as "--drafter"."""
     seen = set[Hashable]()
     for value in values:
         if value in seen:
-            raise UserError(f"{name} {value} is given twice", "give it once")
+            raise UserError(f"{name} {value} is given twice", "pass it once")
         seen.add(value)

@@ -1,4 +1,4 @@
-"""Rows of data sets: what their columns and messages mean, under the names that data sets use.
+"""Rows of data sets: the meaning of their columns and messages, under all names that data sets use for them.
 
 | columns | meaning |
 |---|---|
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from decoding.errors import UserError
 
 CONVERSATIONS = ("messages", "conversations", "chosen")
-"""Columns whose messages contain answers. ``chosen`` does if a preference row has no prompt (TRL)."""
+"""Columns whose messages contain answers. ``chosen`` is one of them if a preference row has no prompt (TRL)."""
 PROMPT_FIELDS = (
     *("prompt", "question", "instruction", "problem", "query", "turns", "messages", "conversations", "input", "text"),
     *("chosen",),
@@ -42,7 +42,7 @@ METADATA = frozenset(
         "parallel_tool_calls",
     )
 )
-"""Columns and message fields that are never read as text, besides those that end in ``_id``."""
+"""Columns and message fields that are never read as text, in addition to those that end in ``_id``."""
 UNSPOKEN = frozenset({"tool_calls", "reasoning_content"})
 """Fields of a message that may replace its content."""
 REASONING = ("reasoning_content", "thinking")
@@ -56,17 +56,17 @@ _ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot", "ai", *_CALLS), "assistant"),
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("tool", "observation", "function", "function_response", "tool_response", "ipython"), "tool"),
-    **{name: name for name in ("environment", "document")},  # roles of some templates only
+    **{name: name for name in ("environment", "document")},  # roles that only some templates know
 }
 """Names of speakers -> roles of chat templates. Case and hyphens do not matter."""
 _FLAGS = ("weight", "loss_weight", "train", "training", "train_on_turn", "loss", "loss_mask")
-"""Flags of a message, 0 or false if it is not to be trained (OpenAI, LLaMA-Factory, Axolotl, ms-swift, verl)."""
+"""Flags of a message; 0 or false excludes it from training (OpenAI, LLaMA-Factory, Axolotl, ms-swift, verl)."""
 UNTRAINED = {"weight": 0}
-"""What a checked message has if it is not to be trained (OpenAI)."""
+"""The entry of a checked message that is not to be trained (OpenAI)."""
 _SPOKEN = ("role", "from", "content", "value")
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _TEXT_ANSWERS = ("answer", "response", "completion")
-"""Fields that make ``text`` in the same row a prompt. So does ``code`` in mbpp, recognised by its ``task_id``."""
+"""Fields next to which a row's ``text`` is a prompt. mbpp's ``code``, known by its ``task_id``, is one too."""
 
 
 def find_prompt(row: dict[str, Any]) -> str | None:
@@ -97,7 +97,7 @@ class Prompt(NamedTuple):
 
 
 def prompt_of(row: dict[str, Any], field: str | None, where: str) -> Prompt:
-    """Return the row's prompt: the column ``field``, else the first of `PROMPT_FIELDS`, with what belongs to it.
+    """Return the row's prompt and its context, from the column ``field`` or the first of `PROMPT_FIELDS`.
 
     Raises UserError, naming the row by ``where``, if the column is missing or contains neither text nor messages.
     """
@@ -131,7 +131,7 @@ def answer_of(row: dict[str, Any], name: str, where: str) -> list[Message]:
 
 
 def unread_columns(row: dict[str, Any], columns: Set[str], messages: Iterable[Message]) -> tuple[str, ...]:
-    """Return the row's columns that are neither in ``columns`` nor metadata, nor empty, nor repeat what is read."""
+    """Return the ignored columns of a row: not in ``columns``, no metadata, not empty, and not repetitions."""
     said = [*_EMPTY, *(message["content"] for message in messages), *(row.get(name) for name in columns)]
     return tuple(
         name for name, value in row.items() if name not in columns and not is_metadata(name) and value not in said
@@ -148,7 +148,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _spoken(value: Any, name: str, role: str, where: str) -> list[Message]:
-    """Return a column's value as messages. Texts without a role are ``role``'s; a user may say several."""
+    """Return a column's value as messages. Texts without a role get the role ``role``; a user may have several."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if role == "user" and isinstance(value, list) and value and not isinstance(value[0], dict):
@@ -160,7 +160,7 @@ def _spoken(value: Any, name: str, role: str, where: str) -> list[Message]:
 
 
 def _history(value: Any, where: str) -> list[Message]:
-    """Return earlier turns as messages; none for a value of another form."""
+    """Return earlier turns as messages; the list is empty if the value has another form."""
     turns = value if isinstance(value, list) else []
     if turns and all(isinstance(turn, dict) for turn in turns):
         return check_messages(turns, where)
@@ -181,7 +181,7 @@ def _first_instance(row: dict[str, Any], where: str) -> dict[str, Any]:
 def tools_of(row: dict[str, Any], where: str) -> Tools | None:
     """Return a row's tools, or None.
 
-    ShareGPT rows give tools as JSON text, often without OpenAI's ``{"type": "function", "function": ...}``; OpenAI's
+    ShareGPT rows have tools as JSON text, often without OpenAI's ``{"type": "function", "function": ...}``; OpenAI's
     older rows call them ``functions``. All forms are accepted. Raises UserError, naming the row by ``where``, for
     anything else.
     """
@@ -197,11 +197,13 @@ def tools_of(row: dict[str, Any], where: str) -> Tools | None:
 
 
 def check_messages(value: Any, where: str) -> list[Message]:
-    """Return messages in the form that chat templates take, with role and content as text; else raise UserError.
+    """Return messages in the form that chat templates take, with role and content as text.
+
+    Raises UserError if impossible.
 
     Messages have ``role`` and ``content`` (OpenAI) or ``from`` and ``value`` (ShareGPT). A message with only tool calls
-    or reasoning gets an empty content, and reasoning all names in `REASONING`. Calls in their older forms become
-    ``tool_calls``, and their JSON arguments (OpenAI's format) an object, as servers pass them to templates. Empty
+    or reasoning gets an empty content, and reasoning gets all names in `REASONING`. Older forms of calls become
+    ``tool_calls``, and JSON arguments (OpenAI's format) become an object, as servers pass them to templates. Empty
     fields are left out.
     """
     if not isinstance(value, list) or not value:
@@ -227,7 +229,7 @@ def _checked(message: Any, where: str) -> Message:
     if thoughts:
         rest |= dict.fromkeys(REASONING, thoughts[0])
     if any(thought != thoughts[0] for thought in thoughts):
-        raise UserError(f"{where}: a message has different texts as its reasoning: keep one of them")
+        raise UserError(f"{where}: a message has two different reasoning texts: keep one")
     flags = [rest.pop(each) for each in _FLAGS if each in rest]
     if any(flag not in (0, 1) for flag in flags):
         raise UserError(f"{where}: a message has {' and '.join(map(repr, flags))} as its weight: use 0 or 1")

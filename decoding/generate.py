@@ -1,4 +1,4 @@
-"""THE decoding loop: propose, verify, commit. Plain decoding and every drafter, rule and batch use it.
+"""THE decoding loop: propose, verify, commit. Plain decoding, every drafter, every rule and batches all use it.
 
 `decoding.reference` has the same steps, with the same numbers, for one text and without caches.
 """
@@ -31,7 +31,9 @@ from decoding.text import Generation, Step, StopCheck, Text, TextDecoder, check_
 
 @dataclass(frozen=True)
 class DecodingConfig:
-    """Settings of decoding. ``rule`` None means greedy at temperature 0, else the lossless rule that fits the draft.
+    """Settings of decoding.
+
+    ``rule`` None means greedy at temperature 0, and otherwise the lossless rule that fits the draft.
 
     Text i (from 0) of a batch is decoded with the seed ``seed + i``, independent of the other texts in the batch.
     ``logprobs`` returns each new token's log-probability under the target, before any sampling control; ``trees``
@@ -49,12 +51,12 @@ class DecodingConfig:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens is {self.max_new_tokens}: give at least 1")
+            raise UserError(f"max_new_tokens is {self.max_new_tokens}: use at least 1")
         if self.rule is not None and self.sampling.greedy != (self.rule is GREEDY):
             wanted = "temperature 0" if self.rule is GREEDY else "a temperature above 0"
             raise UserError(f"the {self.rule.name} rule needs {wanted}; it is {self.sampling.temperature:g}")
         if "" in self.stop_strings:
-            raise UserError("a stop string is empty: give at least one character")
+            raise UserError("a stop string is empty: use at least one character")
 
     @property
     def label(self) -> str:
@@ -77,10 +79,10 @@ class DecodingBatch:
         seeds: Sequence[int] | None = None,
         cache: PreallocatedCache | None = None,
     ) -> None:
-        """Decode ``rows`` texts at a time. The other arguments and the UserErrors are as in `Engine.steps`."""
+        """Decode ``rows`` texts at a time. The other arguments and the errors are those of `Engine.steps`."""
         for prompt in prompts:
             check_prompt(target, prompt, config.max_new_tokens)
-        # The drafter's sizes of a draft on this target; the policy chooses among them.
+        # The sizes of drafts that the drafter supports on this target; the policy chooses among them.
         self.budgets: tuple[Budget, ...] = ()
         if drafter:
             target.check_drafts(drafter.name, bool(drafter.chains))
@@ -91,14 +93,15 @@ class DecodingBatch:
         seeds = range(config.seed, config.seed + len(prompts)) if seeds is None else seeds
         # (index, prompt, seed) of the prompts that wait for a row.
         self.waiting = deque(zip(range(len(prompts)), prompts, seeds, strict=True))
-        # The texts in progress, without gaps: row i of the cache, of the session and of each pass is texts[i]'s.
+        # The texts in progress, without gaps: texts[i] has row i of the cache, of the session and of each pass.
         self.texts: list[Text] = []
-        self.rows = rows  # most texts at a time
-        # Layers whose states at every cached token the drafter reads.
+        self.rows = rows  # most texts decoded together
+        # The drafter reads the states of these layers at every cached token.
         self.taps = () if drafter is None else drafter.taps
         # Tokens of the longest text that any prompt may become.
         self.longest = max((len(prompt) for prompt in prompts), default=0) + config.max_new_tokens
-        # When the last step ended: a stream that is not read loses its turn by it. Infinite during a step.
+        # The time when the last step ended, from which a stream that nobody reads loses its turn. Infinite during a
+        # step.
         self.last_step = time.monotonic()
         # True if the cache was given and later calls reuse its text, so its tokens and states must be kept.
         self.serves_calls = cache is not None
@@ -106,7 +109,7 @@ class DecodingBatch:
         self._nodes = drafter.max_nodes if drafter else 1
         try:
             self._open(cache)
-        finally:  # a batch that has not begun must not block others
+        finally:  # a batch that has not begun must not block other batches
             target.turns.give_back(self)
 
     def _open(self, cache: PreallocatedCache | None) -> None:
@@ -125,7 +128,7 @@ class DecodingBatch:
             self.cache = target.new_cache(self.longest + self._nodes, self.rows, self) if cache is None else cache
 
     def run(self) -> Iterator[tuple[int, Step]]:
-        """Decode until every prompt is done; yield (index of the prompt, its next step)."""
+        """Decode until every prompt is finished; yield (index of the prompt, its next step)."""
         try:
             if self.target.is_static:  # other calls have used these caches since they were made
                 self._open(self.cache if self.serves_calls else None)
@@ -147,7 +150,7 @@ class DecodingBatch:
         """Lock the model against other threads for one step."""
         with self.target.lock:
             self.cache.check(lease)
-            self.last_step = math.inf  # a running step never times out
+            self.last_step = math.inf  # a step in progress never times out
             yield
             self.last_step = time.monotonic()
 
@@ -155,7 +158,7 @@ class DecodingBatch:
     def _step(self) -> list[Step]:
         """Propose, verify, commit: one target pass for all rows."""
         clock = PhaseClock(self.target.device)
-        # 1. Propose: drafts of the size that the policy chooses, none if no text has room.
+        # 1. Propose: drafts of the size that the policy chooses; no drafts if no text has room.
         budget = self.policy.choose(self.budgets, len(self.texts)) if self.drafter and any(self._rooms()) else PLAIN
         proposals = self._propose(budget)
         clock.mark()
@@ -187,7 +190,7 @@ class DecodingBatch:
         return [0 if self.cache.is_full(row) else text.draft_room for row, text in enumerate(self.texts)]
 
     def _propose(self, budget: Budget) -> list[Proposal]:
-        """Draft a tree for each row; without a drafter or room the tree is the root alone."""
+        """Draft a tree for each row; the tree is the root alone if there is no drafter or no room."""
         depths = [min(budget.depth, room) for room in self._rooms()]
         if self.session is None or not any(depths):
             return [Proposal.root_only(text.tokens[-1], self.target.device) for text in self.texts]
@@ -218,13 +221,13 @@ class DecodingBatch:
         kept = (0, *path)
         self.cache.commit(row, start, kept)
         tokens = (*(tree.token_list[node] for node in path), verdict.token)
-        if self.serves_calls:  # the root's keys are cached too
+        if self.serves_calls:  # the keys of the root are cached as well
             self.cache.text += (text.tokens[-1], *tokens[:-1])
         if self.taps:
             states = _nodes(output.states[row], kept)
-            # A static target's next step overwrites its outputs, perhaps before the next draft: copy. A cache that
-            # serves several calls keeps the states for long: copy there too, as a view would keep the states of all
-            # nodes alive.
+            # Copy if the target is static, because its next step overwrites its outputs, perhaps before the next draft.
+            # Copy also if the cache serves several calls: it keeps the states for long, and a view would keep the
+            # states of all nodes alive.
             self._keep_states(text, states.clone() if self.target.is_static or self.serves_calls else states)
         logprobs = self._logprobs(tree, verdict, output.logits[row])
         emitted = text.emit(tokens, self.stop)
@@ -238,7 +241,7 @@ class DecodingBatch:
         )
         if not self.config.trees or len(tree) == 1:
             return step
-        # Copied to the host: the next draft in fixed shapes overwrites the tokens on the device.
+        # Copied to the host, because the next draft in fixed shapes overwrites the tokens on the device.
         return step._replace(tree=TokenTree.of_list(tree.token_list, tree.shape), path=path[:accepted])
 
     def _refill(self) -> list[tuple[int, Step]]:
@@ -326,8 +329,8 @@ class Engine:
 
     Only the policy has state: it may adapt from text to text. The tokenizer is needed for stop strings only.
 
-    Several threads may share an engine; their steps alternate. A target with static shapes has one cache, so there
-    whole calls alternate. A stream that has not been read for 10 seconds ends when another call waits for that cache.
+    Several threads may share an engine; their steps alternate. A target with static shapes has only one cache, so whole
+    calls alternate there. A stream that has not been read for 10 seconds ends when another call waits for that cache.
     """
 
     target: CausalLM
@@ -365,16 +368,16 @@ class Engine:
 
         A ``cache`` from ``target.new_cache`` may be passed from call to call, also after an interrupted one. The target
         then skips the prefix that a prompt shares with the previous text; drafts read the whole prompt. The earlier
-        call cannot continue. `Conversation` uses this between the turns of a chat.
+        call cannot continue after that. `Conversation` uses this between the turns of a chat.
 
         Raises UserError at the call, not at the first step, for prompts, rules or drafters that do not fit.
         """
         if batch_size is not None and batch_size < 1:
-            raise UserError(f"batch_size is {batch_size}: give at least 1")
+            raise UserError(f"batch_size is {batch_size}: use at least 1")
         if batch_size is None and isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], list | tuple):
-            raise UserError(f"{len(prompt)} prompts are given without batch_size: set it to how many to decode at once")
+            raise UserError(f"{len(prompt)} prompts need a batch_size: set it to the number to decode together")
         if batch_size is not None and cache is not None:
-            raise UserError("a cache is given with batch_size: give one of them")
+            raise UserError("both cache and batch_size are set: set only one")
         prompts = [prompt] if batch_size is None else prompt
         rows = min(batch_size or 1, len(prompts))
         stop = StopCheck(config.eos_token_ids, config.stop_strings, self.tokenizer)

@@ -31,9 +31,9 @@ from decoding.text import TextDecoder, check_tensor_of_ids
 class HeadstartModel:
     """A target and its drafter (None: plain decoding), with transformers' `generate`.
 
-    Policies are kept between calls. Without ``policy``, a policy per temperature learns how much drafting pays; a call
-    with ``seed`` drafts a fixed amount, so its passes and its texts are repeatable. Several threads may call the same
-    model; their steps alternate.
+    Policies are kept between calls. Without ``policy``, one policy for each temperature learns how much drafting pays.
+    A call with ``seed`` drafts a fixed amount, so that its passes and texts can be repeated. Several threads may call
+    the same model; their steps alternate.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class HeadstartModel:
         if there is one, or all GPUs for weights that do not fit on the first.
 
         ``static`` runs target and drafts in fixed shapes: ``"graphs"`` as CUDA graphs, ``"eager"`` without graphs;
-        ``"off"`` keeps shapes dynamic. ``"auto"`` means graphs on a CUDA device if the target allows them, else off;
-        if a graph cannot be recorded, it warns and goes on in dynamic shapes. The texts are the same. Graphs and their
-        cache occupy memory as long as the model exists.
+        ``"off"`` keeps shapes dynamic. ``"auto"`` means graphs on a CUDA device if the target allows them, and
+        otherwise off; if a graph cannot be recorded, the model warns and continues in dynamic shapes. ``static`` does
+        not change the texts. Graphs and their cache occupy memory as long as the model exists.
 
         ``batch_invariant`` makes texts in bf16 and fp16 the same with and without a drafter, alone and in a batch, for
         passes that take up to twice as long (`CausalLM`).
@@ -95,7 +95,7 @@ class HeadstartModel:
         if drafter is None and draft_options:
             raise UserError(
                 f"from_pretrained does not take {next(iter(draft_options))!r} without a drafter with "
-                "options: omit it, or give a drafter"
+                "options: omit it, or use a drafter"
             )
         with only_cached(local_files_only):
             spec = None if drafter is None else parse_drafter(drafter, **draft_options)
@@ -136,20 +136,20 @@ class HeadstartModel:
         """Decode like transformers' `generate`, with its defaults and result; ``options`` override the generation
         config.
 
-        In fp32 greedy texts equal the target's own `generate`. In narrower dtypes a near-tie may fall the other way, as
-        a pass over several tokens rounds differently, unless the model is ``batch_invariant``. Sampled texts have the
-        target's distribution, unless ``rule`` is lossy. Without a ``seed`` one is drawn from torch's global generator:
-        under the policy "fixed", ``torch.manual_seed`` then repeats a text. ``batch_size`` rows (None: all) are decoded
-        at a time. Processors see each text without its padding. With ``return_dict_in_generate`` the result is a
-        `SpeculativeOutput`. Raises UserError for an unsupported option.
+        In fp32 greedy texts equal the target's own `generate`. In narrower dtypes a near-tie may fall the other way,
+        because a pass over several tokens rounds differently; with ``batch_invariant`` it does not. Sampled texts have
+        the target's distribution, unless ``rule`` is lossy. Without a ``seed`` one is drawn from torch's global
+        generator: under the policy "fixed", ``torch.manual_seed`` then repeats a text. ``batch_size`` rows (None: all)
+        are decoded at a time. Processors receive each text without its padding. With ``return_dict_in_generate`` the
+        result is a `SpeculativeOutput`. Raises UserError for an unsupported option.
         """
         inputs = options.pop("inputs", None)
         if input_ids is not None and inputs is not None:
-            raise UserError("both inputs and input_ids are given", "give one of them")
-        for name in _REFUSED_ARGUMENTS:  # those that are switched off are removed
+            raise UserError("both inputs and input_ids are set", "use one of them")
+        for name in _REFUSED_ARGUMENTS:  # options that are switched off are removed
             value = options.pop(name, None)
             if value is not None and value is not False and not (isinstance(value, list) and not value):
-                raise UserError(f"{name} is given, which is not supported", _REMEDY)
+                raise UserError(f"{name} is set, which is not supported", _REMEDY)
         config = _resolve(self.generation_config, generation_config, options)
         prompts = self._prompts(inputs if input_ids is None else input_ids, attention_mask, config)
         if streamer is not None and len(prompts.rows) > 1:
@@ -179,7 +179,7 @@ class HeadstartModel:
         """Return the prompts, each repeated ``num_return_sequences`` times; without input, a prompt of BOS alone."""
         if input_ids is None:
             if config.bos_token_id is None:
-                raise UserError("there are neither input_ids nor a bos_token_id to start from", "give one of them")
+                raise UserError("there are neither input_ids nor a bos_token_id to start from", "use one of them")
             input_ids = torch.tensor([[config.bos_token_id]], device=self.device)
         else:
             check_tensor_of_ids(input_ids)
@@ -189,7 +189,7 @@ class HeadstartModel:
         return Prompts.of_tensor(input_ids, attention_mask).repeated(config.num_return_sequences or 1)
 
     def _policy_for(self, seed: int | None, sampling: SamplingConfig) -> Policy:
-        """Return the given policy, or the one kept for this temperature."""
+        """Return the model's policy, or the one kept for this temperature."""
         policy = self.policy or default_policy(seed)
         if isinstance(policy, str):
             policy = self._policies.setdefault((policy, sampling.temperature), named_policy(policy))
@@ -211,7 +211,10 @@ _DEFAULT_NEW_TOKENS = 20  # transformers' default
 def _resolve(
     defaults: GenerationConfig, given: GenerationConfig | None, options: Mapping[str, Any]
 ) -> GenerationConfig:
-    """Merge ``options`` over ``given`` over ``defaults``; a value that is set nowhere stays unset."""
+    """Merge three levels: ``options`` take precedence over ``given``, and ``given`` over ``defaults``.
+
+    Unset values stay unset.
+    """
     config: GenerationConfig = copy.deepcopy(given) if given is not None else GenerationConfig()
     config.update(**defaults.to_dict(), defaults_only=True, allow_custom_entries=True)
     unknown = [name for name, value in config.update(**options).items() if value is not None]

@@ -22,7 +22,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def read_parquet(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number from 1, row) of a Parquet file, `without_nulls`; UserError if the file is not readable."""
+    """Yield (number from 1, row) of a Parquet file, `without_nulls`; raise UserError if the file is not readable."""
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
@@ -35,7 +35,7 @@ def read_parquet(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without the null fields of its objects; Parquet writes every column in every row."""
+    """Return a value without the null fields of its objects, because Parquet writes every column in every row."""
     if isinstance(value, dict):
         return {name: without_nulls(held) for name, held in value.items() if held is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
@@ -46,7 +46,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
     path = Path(path)
     if not path.is_file():
         missing = "is a folder" if path.is_dir() else "is not there"
-        raise UserError(f"{path} {missing}: give a .jsonl file, with one JSON object per line")
+        raise UserError(f"{path} {missing}: use a .jsonl file, with one JSON object per line")
     if path.suffix == ".parquet":
         raise UserError(f"{path} is Parquet, but rows are copied from .jsonl files only: convert it to JSON lines")
     if path.suffix.lower() in (".csv", ".tsv"):
@@ -65,8 +65,8 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
     Raises UserError, naming the line by ``where``, for other values, other encodings and half surrogate pairs.
     """
     try:
-        row = json.loads(line.rstrip(b"\r\n"))  # without the line end, an error at the end is counted in this line
-        if b"\\u" in line:  # an escape may be half a surrogate pair, which tokenizers reject
+        row = json.loads(line.rstrip(b"\r\n"))  # an error at the end belongs to this line
+        if b"\\u" in line:  # an escape may be half of a surrogate pair, which tokenizers reject
             json.dumps(row, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Public names of a package that are imported on first use, to keep its import from loading PyTorch."""
+"""Public names of a package that are imported on first use, so that importing the package does not load PyTorch."""
 
 import ast
 from collections.abc import Callable

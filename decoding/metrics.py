@@ -1,10 +1,10 @@
 """Acceptance figures from step counts, each with its number of observations and a 95% interval.
 
-Acceptance has two figures, and their formulas are defined here:
+Two figures describe acceptance; their formulas are defined here:
 - tokens per target pass: tokens emitted / target passes, without the prefill and with the target's own token;
 - per-position acceptance at i (from 1): drafts accepted to depth i / drafts at least i deep and accepted to i-1.
 
-Other programs report other ratios of the same counts, so these are computed too, for comparison only:
+Other programs report other ratios of the same counts. They are computed only for comparison:
 - `Acceptance.unconditional`: drafts accepted to depth i / drafts at least i deep;
 - `Acceptance.reached`: passes that accepted at least i drafted tokens / all passes;
 - `Acceptance.acceptance_length`: 1 + accepted tokens / all passes;
@@ -37,7 +37,7 @@ class StepCount(NamedTuple):
 
 
 FEWEST = 8
-"""Texts below which a bootstrap interval is not to be trusted."""
+"""With fewer texts than this, a bootstrap interval cannot be trusted."""
 _RESAMPLES = 2000
 
 
@@ -53,7 +53,7 @@ class Estimate(NamedTuple):
 def ratio_of_sums(pairs: Sequence[tuple[float, float]]) -> Estimate:
     """Estimate (sum of first entries) / (sum of second entries), with a bootstrap interval over pairs.
 
-    A pair belongs to one text. Steps of a text are correlated, so whole texts are resampled, with a fixed seed.
+    Each text has one pair. The steps of a text are correlated, so whole texts are resampled, with a fixed seed.
     """
     values = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)
     return resampled((values,), lambda sums: sums[0][:, 0] / sums[0][:, 1])
@@ -62,19 +62,19 @@ def ratio_of_sums(pairs: Sequence[tuple[float, float]]) -> Estimate:
 def ratio_of_rates(texts: Sequence[tuple[float, float, float, float]]) -> Estimate:
     """Estimate the speed ratio of two methods, in tokens per second over all texts together.
 
-    An entry is (tokens, seconds, tokens, seconds) of one text: by the first method, then by the second. The bootstrap
-    resamples whole entries, with a fixed seed.
+    An entry is (tokens, seconds, tokens, seconds) of one text, with the first method and then with the second. The
+    bootstrap resamples whole entries, with a fixed seed.
     """
     values = torch.tensor(texts, dtype=torch.float64).reshape(-1, 4)
-    # Products first: two equal methods then have a ratio of exactly 1 and a two-sided interval.
+    # Products are formed first, so that two equal methods have a ratio of exactly 1 and a two-sided interval.
     return resampled((values,), lambda sums: sums[0][:, 0] * sums[0][:, 3] / (sums[0][:, 1] * sums[0][:, 2]))
 
 
 def share(texts: Sequence[tuple[int, int]]) -> Estimate:
-    """Estimate successes / trials over all texts, each a pair of these; observations are the trials.
+    """Estimate successes / trials over all texts; each text has a pair of these, and trials are the observations.
 
-    Whole texts are resampled. If all trials had the same outcome, all resamples are equal: the interval is then
-    Wilson's (1927) with one trial for each text. Fewer than `FEWEST` texts give no interval (NaN).
+    Whole texts are resampled. If all trials had the same outcome, all resamples are equal; then the interval is
+    Wilson's (1927), with one trial for each text. With fewer than `FEWEST` texts the interval is NaN.
     """
     counted = [each for each in texts if each[1]]
     value, low, high, few = ratio_of_sums(counted)
@@ -89,8 +89,8 @@ def share(texts: Sequence[tuple[int, int]]) -> Estimate:
 def resampled(tables: Sequence[Tensor], ratio: Callable[[Sequence[Tensor]], Tensor]) -> Estimate:
     """Estimate ``ratio`` of the sums of ``tables``, with a 95% interval by an expanded percentile bootstrap.
 
-    A table is (texts, columns) or (seeds, texts, columns); texts, and seeds too, are resampled, the same in all tables.
-    ``ratio`` maps the tables' sums, each (resamples, columns), to (resamples,).
+    A table is (texts, columns) or (seeds, texts, columns); both texts and seeds are resampled, in the same way in all
+    tables. ``ratio`` maps the tables' sums, each (resamples, columns), to (resamples,).
 
     Percentiles at 2.5% and 97.5% cover less than 95% of the time with few texts (88% with eight). Their normal quantile
     is therefore replaced by Student's, times sqrt(n / (n - 1)), as in Hesterberg (1411.5279, expanded percentiles).
@@ -103,9 +103,9 @@ def resampled(tables: Sequence[Tensor], ratio: Callable[[Sequence[Tensor]], Tens
     drawn = _draws(seeds, texts)
     ratios = ratio([drawn @ table.flatten(0, 1) for table in tables])
     ends = torch.tensor([-1.0, 1.0], dtype=torch.float64) * expanded_quantile(texts)
-    finite = ratios[ratios.isfinite()]  # resampling only empty texts gives NaN
+    finite = ratios[ratios.isfinite()]  # NaN if a resample contains only empty texts
     low, high = finite.quantile(torch.special.ndtr(ends)).tolist()
-    return Estimate(value, min(low, value), max(high, value), texts)  # rounding must not put the value outside
+    return Estimate(value, min(low, value), max(high, value), texts)  # rounding must not move the value outside
 
 
 @lru_cache(maxsize=8)
@@ -153,7 +153,7 @@ class Acceptance:
     def acceptance_length(self) -> float:
         """One plus the sum of ``reached``; NaN without passes.
 
-        Servers give this name to 1 + accepted / passes with a draft. Tokens per target pass are lower by
+        Servers use this name for 1 + accepted / passes with a draft. Tokens per target pass are lower by
         ``ended_in_draft`` / passes.
         """
         return 1.0 + sum(share.value for share in self.reached) if self.passes else math.nan
@@ -169,7 +169,7 @@ def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
         offered = [[step for step in text if step.offered >= position] for text in texts]
         accepted = [sum(step.accepted >= position for step in text) for text in offered]
         reached = [sum(step.accepted >= position - 1 for step in text) for text in offered]
-        if not any(reached):  # no draft was accepted this far, so later positions were never observed
+        if not any(reached):  # no draft was accepted up to here, so later positions were never observed
             break
         conditional.append(share(list(zip(accepted, reached, strict=True))))
         unconditional.append(share(list(zip(accepted, map(len, offered), strict=True))))
@@ -192,7 +192,7 @@ def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
     )
     if steps:
         assert math.isclose(found.acceptance_length, 1 + accepted_tokens / len(steps), rel_tol=1e-9), found
-        # Checked from the other side: each pass emits its accepted tokens, and one more unless the text ended.
+        # A check by another count: each pass emits its accepted tokens, and one more unless the text ended.
         emitted = sum(step.emitted for step in steps)
         assert emitted == len(steps) + accepted_tokens - found.ended_in_draft, found
     return found
@@ -228,7 +228,7 @@ def break_even(costs: Mapping[int, float]) -> float | None:
     """Return the constant per-position acceptance above which the best chain is faster than plain decoding.
 
     ``costs`` maps chain depth to the cost of a target pass with its drafting, in units of one plain decoding step.
-    Returns None if even a chain that is always accepted does not pay.
+    Returns None if even a chain that is always accepted is not faster.
     """
 
     def gains(rate: float) -> bool:

@@ -1,7 +1,7 @@
-"""Policies that choose before each step how much to draft: a fixed amount, or the amount expected to be fastest.
+"""Policies that choose before each step how much to draft: always the same amount, or the one expected to be fastest.
 
-The caller keeps one policy per pair of target and drafter; it learns over texts and batches. No policy affects the
-guarantee of a lossless rule. The loop measures the seconds of each step; only the adaptive policy reads them.
+The caller keeps one policy per pair of target and drafter; the policy learns over texts and batches. No policy affects
+the guarantee of a lossless rule. The loop measures the seconds of each step; only the adaptive policy reads them.
 """
 
 import math
@@ -17,7 +17,7 @@ from decoding.metrics import StepCount
 
 
 class Budget(NamedTuple):
-    """Limits of one draft: ``depth`` of its deepest token, ``nodes`` of its tree with the root."""
+    """Limits of one draft: the ``depth`` of its deepest token, and the ``nodes`` of its tree including the root."""
 
     depth: int
     nodes: int
@@ -39,7 +39,7 @@ class Policy(Protocol):
         """
 
     def observe(self, budget: Budget, steps: Sequence[StepCount], draft: float, verify: float, total: float, /) -> None:
-        """Learn from a step of ``budget``: one count per row; the batch's seconds for draft, pass and whole step."""
+        """Learn from a step of ``budget``: from a count per row and the seconds of draft, pass and whole step."""
 
 
 class FixedPolicy:
@@ -49,7 +49,7 @@ class FixedPolicy:
 
     def __init__(self, depth: int | None = None, nodes: int | None = None) -> None:
         if (depth is not None and depth < 0) or (nodes is not None and nodes < 1):
-            raise UserError(f"a depth of {depth} and {nodes} nodes: give at least 0 and at least 1 (the root)")
+            raise UserError(f"a depth of {depth} and {nodes} nodes: use at least 0 and at least 1 (the root)")
         self._depth = math.inf if depth is None else depth
         self._nodes = math.inf if nodes is None else nodes
 
@@ -65,7 +65,7 @@ class _Acceptance:
     """Per-position acceptance by depth; older trials weigh less."""
 
     def __init__(self, like: "_Acceptance | None" = None, factor: float = 1.0) -> None:
-        """Start from ``factor`` times the shares of ``like``."""
+        """Start with ``factor`` times the shares of ``like``."""
         self._like, self._factor, self._trials, self._hits = like, factor, list[float](), list[float]()
 
     def add(self, budget: Budget, step: StepCount) -> None:
@@ -78,7 +78,7 @@ class _Acceptance:
             self._hits[depth] = _MEMORY * self._hits[depth] + (depth < step.accepted)
 
     def _share(self, depth: int) -> tuple[float, float]:
-        """Return the acceptance after ``depth`` accepted tokens, and its trials, both with a weighted first guess."""
+        """Return the acceptance after ``depth`` accepted tokens and its trials; both include a weighted first guess."""
         if self._like is not None:
             guess, weight = self._factor * self._like._share(depth)[0], 4.0
         else:
@@ -87,7 +87,7 @@ class _Acceptance:
         return (hits + weight * guess) / (trials + weight), trials + weight
 
     def tokens(self, depth: int, luck: float) -> float:
-        """Return the tokens of a step to this depth, ``luck`` standard deviations above the expectation."""
+        """Return the tokens of a step that drafts to this depth, ``luck`` standard deviations above the expectation."""
         total = reached = 1.0
         for index in range(depth):
             share, trials = self._share(index)
@@ -139,7 +139,7 @@ class _Seconds:
         return mean, math.hypot(_NOISE / math.sqrt(min(trials, _KEPT)), age / _AGEING)
 
     def guess(self, budget: Budget, known: Sequence[tuple[float, float]]) -> tuple[float, float]:
-        """Guess the same figures for an untried budget from ``known``: sorted (`_rough`, seconds) of tried budgets."""
+        """Guess the same figures for an untried budget from ``known``, the sorted (`_rough`, seconds) of tried ones."""
         rough = _rough(budget)
         after = bisect_right(known, (rough, math.inf))
         if 0 < after < len(known):
@@ -150,7 +150,7 @@ class _Seconds:
 
 
 def _rough(budget: Budget) -> float:
-    """Return a step's seconds in plain steps, before anything is measured."""
+    """Guess the seconds of a step, in plain steps, before anything is measured."""
     return 1.0 if budget == PLAIN else 1.1 + 0.02 * (budget.depth + budget.nodes)
 
 
@@ -158,7 +158,7 @@ def _arms(budgets: Sequence[Budget]) -> dict[Budget, _Acceptance]:
     """Return the budgets to choose from, with their acceptance: for a few depths the largest tree and the chain.
 
     The depths are the full depth, half, a quarter, and so on. Cuts of one tree share its acceptance. A hybrid has one
-    budget per depth, and its smaller trees are not parts of the largest: only the largest is used.
+    budget per depth, whose smaller trees are not parts of the largest; therefore only the largest is used.
     """
     largest = {budget.depth: budget for budget in budgets}
     depths = [budgets[-1].depth]
@@ -168,23 +168,23 @@ def _arms(budgets: Sequence[Budget]) -> dict[Budget, _Acceptance]:
     arms = {largest[depth]: whole for depth in depths if depth in largest}
     chains = [budget for budget in budgets if budget.nodes == budget.depth + 1]
     if len(chains) < len(budgets) == len(largest):
-        return {budgets[-1]: whole}  # learning each tree's acceptance costs more than the best one gains
+        return {budgets[-1]: whole}  # learning the acceptance of each tree costs more than the best tree gains
     smaller = (chain for chain in chains if chain.depth in depths[:-1] and chain not in arms)
     return arms | {chain: _Acceptance(whole, _OF_LARGER) for chain in smaller}
 
 
 _MEMORY = 0.9975  # weight of a trial relative to the next one
 _GUESS, _OF_LARGER = 0.75, 0.8
-"""Per-position acceptance assumed before any trial; a chain's acceptance relative to the tree that contains it."""
+"""Per-position acceptance assumed before any trial, and a chain's acceptance relative to the tree that contains it."""
 _KEPT, _STALE, _AGEING = 31, 500, 4000.0
-"""Steps kept per budget; steps after which a budget's seconds are forgotten; steps until their doubt grows e-fold."""
+"""Steps kept per budget, steps after which its seconds are forgotten, and steps in which their doubt grows e-fold."""
 _NOISE, _BETWEEN, _BEYOND = 0.15, 0.04, 0.3
 """Relative standard deviations: of a step's seconds, and of guesses between and beyond tried budgets."""
 _CAUTION = 0.5  # share of a standard deviation that is explored; half of it is always added to the acceptance
 _HELD = 2  # steps between two choices
 _FIRST_LOSS, _LOSS, _MOST_GAIN = 0.5, 0.015, 4.0
-"""In plain steps: what drafting may lose at first, and for each plain step, and the most that is saved for later."""
-_DEAREST = 2.0  # plain steps that a drafting step counts as at most, until a hiccup of the machine is outvoted
+"""In plain steps: what drafting may lose at first, what it may lose per plain step, and the most that is saved up."""
+_DEAREST = 2.0  # most plain steps that a drafting step counts as, so that a hiccup of the machine weighs little
 
 
 class AdaptivePolicy:
@@ -193,11 +193,12 @@ class AdaptivePolicy:
     Tokens are predicted from the running per-position acceptance, seconds from recent steps. Untried budgets are
     interpolated between their neighbours. A budget is chosen about as often as it is likely to be the best (Thompson
     1933), so bad ones are rarely retried. What drafts have gained or lost against plain decoding is kept as a balance.
-    While it is negative nothing is explored, and a whole plain step below zero nothing is drafted, whatever is
-    expected. In simulations, drafts that do not fit the text then cost about two plain steps at first and 1.5% of the
-    time later, if a drafting step takes at most two plain steps; dearer drafts cost more at first. Seconds depend on
-    the number of texts decoded together, so each power of two is learned separately. The policy reads the clock, so
-    pass shapes, and with them sampled texts with the same seed and greedy near-ties below fp32, differ between runs.
+    While the balance is negative, nothing is explored; while it is a whole plain step below zero, nothing is drafted,
+    whatever is expected. In simulations, drafts that do not fit the text then cost about two plain steps at first and
+    1.5% of the time later, if a drafting step takes at most two plain steps; more expensive drafts cost more at first.
+    Seconds depend on the number of texts decoded together, so each power of two is learned separately. The policy reads
+    the clock, so the shapes of passes differ between runs. Sampled texts with the same seed may then differ, and below
+    fp32 also greedy texts at near-ties.
     """
 
     name = "adaptive"
@@ -263,12 +264,12 @@ _POLICIES: Mapping[str, Callable[[], Policy]] = {FIXED: FixedPolicy, ADAPTIVE: A
 
 
 def default_policy(seed: int | None) -> str:
-    """Return the default policy's name: "fixed" if a ``seed`` asks for repeatable passes, otherwise "adaptive"."""
+    """Return the name of the default policy: "fixed" if a ``seed`` asks for repeatable passes, otherwise "adaptive"."""
     return ADAPTIVE if seed is None else FIXED
 
 
 def named_policy(name: str) -> Policy:
-    """Create a policy, ``adaptive`` or ``fixed``; UserError for another name."""
+    """Create a policy, ``adaptive`` or ``fixed``; raise UserError for another name."""
     if name not in _POLICIES:
         raise UserError(f"no policy is called {name!r}: choose one of {', '.join(_POLICIES)}")
     return _POLICIES[name]()

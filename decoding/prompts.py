@@ -1,4 +1,4 @@
-"""Prompts and messages encoded as token ids, and variables of chat templates."""
+"""Encoding of prompts and messages as token ids, and variables of chat templates."""
 
 import json
 import re
@@ -26,18 +26,18 @@ def with_variables(template: str, variables: Mapping[str, Any]) -> str:
 
 
 def read_variables(given: str) -> dict[str, Any]:
-    """Read the variables of a chat template from a JSON object; UserError for any other text."""
+    """Read the variables of a chat template from a JSON object; raise UserError for any other text."""
     try:
         variables = json.loads(given)
         if not isinstance(variables, dict):
             raise UserError("no object")
     except ValueError as error:
-        raise UserError(f'chat_template_kwargs is {given}: give a JSON object, {{"name": value}}') from error
+        raise UserError(f'chat_template_kwargs is {given}: pass a JSON object, {{"name": value}}') from error
     return variables
 
 
 def set_variables(tokenizer: PreTrainedTokenizerBase, given: str | None) -> None:
-    """Set variables of a tokenizer's chat template from a JSON object; UserError as in `with_variables`."""
+    """Set variables of a tokenizer's chat template from a JSON object; raise UserError as `with_variables` does."""
     if given is None:
         return
     variables = read_variables(given)
@@ -53,8 +53,9 @@ def encode_prompt(
 ) -> tuple[int, ...]:
     """Return the token ids that prompt an answer to a user's message or to a list of messages.
 
-    Without ``chat`` or a chat template these are the tokens of the plain text, to be continued. ``tools`` are as in
-    `decoding.fields.tools_of`. Raises UserError for text that is not UTF-8, or if the template rejects the messages.
+    If ``chat`` is false or there is no chat template, they are the tokens of the plain text, which is continued.
+    ``tools`` are as in `decoding.fields.tools_of`. Raises UserError for text that is not UTF-8, or if the template
+    rejects the messages.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
@@ -67,7 +68,7 @@ def encode_prompt(
         else:
             encoded = tokenizer("\n".join(message["content"] for message in messages))
     except UnicodeEncodeError as error:
-        raise UserError(f"the prompt is not UTF-8 text ({error.reason}): give it in that encoding") from error
+        raise UserError(f"the prompt is not UTF-8 text ({error.reason}): pass it in that encoding") from error
     except (TemplateError, OverflowError, TypeError) as error:
         raise UserError(f"the chat template rejects this prompt: {error}") from error
     tokens: list[int] = encoded["input_ids"]
@@ -79,7 +80,7 @@ def encode_prompt(
 def encode_continuation(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the token ids of a text that continues another one.
 
-    Alone, sentencepiece would begin the text with a further space, so it is encoded after a line break.
+    On its own, sentencepiece would put a further space before the text, so the text is encoded after a line break.
     """
     line, whole, alone = (tokenizer(each, add_special_tokens=False)["input_ids"] for each in ("\n", f"\n{text}", text))
     tokens: list[int] = whole[len(line) :] if whole[: len(line)] == line else alone

@@ -1,7 +1,7 @@
 """Speculative decoding on one page (Leviathan et al. 2211.17192, Chen et al. 2302.01318). Read this first.
 
-One text, a draft that writes chains, no cache. The loop, `decoding.generate`, does the same for batches, trees, every
-drafter and every acceptance rule; the tests hold it to this page, token by token. The steps have the numbers of
+One text, a draft that writes chains, no cache. The loop in `decoding.generate` does the same for batches, trees, every
+drafter and every acceptance rule; tests compare it with this page, token by token. The steps have the numbers of
 docs/explanation/speculation.md. Texts have exactly the target's distribution.
 """
 
@@ -29,12 +29,12 @@ def speculate(
 ) -> Iterator[list[int]]:
     """Write up to ``max_new_tokens`` tokens after the prompt; yield the new tokens of each target pass.
 
-    Draft and target share a vocabulary. ``chain`` is how many tokens are drafted for a pass, at most.
+    Draft and target share a vocabulary. At most ``chain`` tokens are drafted for a pass.
     Greedy decoding is no special case: at temperature 0, p and q have all their mass on the best token, so a drafted
-    token is accepted exactly if it is the target's best.
+    token is accepted if and only if it is the target's best token.
     """
     text, longest = list(prompt), len(prompt) + max_new_tokens
-    # The draft's draws do not change the target's draws: each has its own stream of random numbers.
+    # Draft and target have separate streams of random numbers, so the draft's draws do not change the target's.
     draft_source, source = (GeneratorSource.from_seed(seed, stream) for stream in ("draft", "verify"))
 
     # 0. Prefill: the target reads the prompt and writes the first token. The text's last token is always one that the
@@ -45,15 +45,15 @@ def speculate(
     while len(text) < longest and text[-1] not in eos_token_ids:
         # 1. Propose: the draft writes a chain, token by token, and remembers the distribution q of each.
         drafted, q = list[int](), list[Tensor]()
-        for _ in range(min(chain, longest - len(text) - 1)):  # the target's own token needs room too
+        for _ in range(min(chain, longest - len(text) - 1)):  # the token of the target also needs room
             q.append(probabilities(draft(text + drafted)[-1:], sampling)[0])
             drafted.append(draft_source.draw(q[-1]))
 
         # 2. Verify: one pass of the target gives its distribution p after the text and after each drafted token.
         p = probabilities(target(text + drafted)[len(text) - 1 :], sampling)
 
-        # 3. Commit: keep drafted tokens, from the first on, until one is rejected. In its place the target writes from
-        # what p has more than q; if none is rejected, it writes one more token from p.
+        # 3. Commit: keep drafted tokens, from the first on, until one is rejected. In its place the target writes a
+        # token drawn from the part of p that exceeds q; if none is rejected, it adds a token drawn from p.
         accepted, rest = 0, p[len(drafted)]
         for token, q_token, p_token in zip(drafted, q, p, strict=False):
             residual = (p_token - q_token).clamp(min=0)

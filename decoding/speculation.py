@@ -1,4 +1,4 @@
-"""Speculative decoding of a batch in one call: tensors or lists of prompts in, padded sequences out."""
+"""Speculative decoding of a batch in one call: from tensors or lists of prompts to padded sequences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ def speculate(
     logprobs: bool = False,
     **controls: Any,
 ) -> SpeculativeOutput:
-    """Decode prompts with a drafter (None: plainly), ``batch_size`` at a time (None: all at once).
+    """Decode prompts with a drafter (None: plain decoding), ``batch_size`` at a time (None: all together).
 
     ``input_ids``: (batch, length), or a list of prompts of any length. A tensor's shorter rows are padded on the left;
     ``attention_mask`` marks the padding. Sampling controls are a `SamplingConfig`, or its fields by name
@@ -79,7 +79,7 @@ def speculate(
     batch.
     """
     if sampling is not None and controls:
-        raise UserError(f"both sampling and {', '.join(controls)} are given: give one or the other")
+        raise UserError(f"both sampling and {', '.join(controls)} are set: use one or the other")
     target = target if isinstance(target, CausalLM) else CausalLM(target)
     config = DecodingConfig(
         max_new_tokens=max_new_tokens,
@@ -93,7 +93,7 @@ def speculate(
     padding = padding_token(target.model.generation_config, pad_token_id, config.eos_token_ids)
     if isinstance(input_ids, Tensor):
         if attention_mask is None and pad_token_id is not None and bool((input_ids[:, :1] == pad_token_id).any()):
-            raise UserError(f"a prompt begins with the pad token {pad_token_id}", "give the attention_mask")
+            raise UserError(f"a prompt begins with the pad token {pad_token_id}", "pass the attention_mask")
         prompts = Prompts.of_tensor(input_ids, attention_mask)
     else:
         prompts = Prompts.of_lists(input_ids, padding, target.device)
@@ -110,7 +110,10 @@ def named_rule(name: str) -> Rule:
 
 
 class Prompts(NamedTuple):
-    """Prompts of a batch. ``rows``: the tokens of each. ``padded``: the prompts as given, (batch, width)."""
+    """Prompts of a batch.
+
+    ``rows``: the tokens of each prompt. ``padded``: the prompts as they were passed, (batch, width).
+    """
 
     rows: list[list[int]]
     padded: Tensor
@@ -121,15 +124,18 @@ class Prompts(NamedTuple):
 
     @staticmethod
     def of_tensor(input_ids: Tensor, mask: Tensor | None) -> "Prompts":
-        """Take the prompts from a tensor; tokens hidden by the mask are dropped, as the model would ignore them."""
+        """Take the prompts from a tensor.
+
+        Tokens that the mask hides are dropped, because the model would ignore them.
+        """
         check_tensor_of_ids(input_ids)
         if input_ids.dim() != 2 or 0 in input_ids.shape:
-            raise UserError(f"input_ids has shape {tuple(input_ids.shape)}: give (batch, length), at least one token")
+            raise UserError(f"input_ids has shape {tuple(input_ids.shape)}: use (batch, length), at least one token")
         if mask is None:
             return Prompts(input_ids.tolist(), input_ids)
         if mask.shape != input_ids.shape:
             raise UserError(
-                f"attention_mask has shape {tuple(mask.shape)}: give the shape of input_ids, {tuple(input_ids.shape)}"
+                f"attention_mask has shape {tuple(mask.shape)}: use the shape of input_ids, {tuple(input_ids.shape)}"
             )
         kept = mask.bool().to(input_ids.device)
         if not bool(kept[:, -1].all()):
@@ -141,12 +147,12 @@ class Prompts(NamedTuple):
         if isinstance(prompts, str):
             check_ids(prompts)
         if not prompts:
-            raise UserError("the list of prompts is empty: give at least one")
+            raise UserError("the list of prompts is empty: use at least one")
         prompts = [prompt.tolist() if isinstance(prompt, Tensor) else prompt for prompt in prompts]
         for prompt in prompts:
             check_ids(prompt)
         if padding is None and len({len(prompt) for prompt in prompts}) > 1:
-            raise UserError("prompts of different lengths are padded in the result: give pad_token_id")
+            raise UserError("prompts of different lengths are padded in the result: use pad_token_id")
         rows = [list(prompt) for prompt in prompts]
         tensors = [torch.tensor(row, dtype=torch.long, device=device) for row in rows]
         padded = pad_sequence(tensors, batch_first=True, padding_value=padding or 0, padding_side="left")
@@ -167,7 +173,7 @@ def decode_prompts(
     """Decode the prompts, feed the streamer (of a single text), and pad the texts with ``padding`` into one tensor."""
     rows = prompts.rows
     if padding is None and config.stop_strings and len(rows) > 1:
-        raise UserError("texts that end at stop strings are padded in the result: give pad_token_id")
+        raise UserError("texts that end at stop strings are padded in the result: use pad_token_id")
     if streamer is not None:
         streamer.put(prompts.padded.cpu())
     steps: list[list[Step]] = [[] for _ in rows]
@@ -191,6 +197,6 @@ def decode_prompts(
 
 
 def padding_token(config: GenerationConfig | None, given: int | None, eos: Sequence[int]) -> int | None:
-    """Return the token that pads texts: ``given``, else the config's, else the first EOS token, else None."""
+    """Return the token that pads texts: ``given``, or the config's pad token, or its first EOS token, or None."""
     configured = None if config is None else config.pad_token_id
     return next((token for token in (given, configured, *eos[:1]) if token is not None), None)

@@ -1,4 +1,4 @@
-"""A text during decoding, with its tokens, random numbers, end and steps; how it is shown; and checks of prompts."""
+"""A text during decoding, with its tokens, random numbers, end and steps; its display; and checks of prompts."""
 
 import re
 from collections import Counter
@@ -30,25 +30,25 @@ class TextDecoder(Protocol):
 class StopCheck:
     """Finder of a text's end inside a block of new tokens.
 
-    As in transformers' `generate`, a stop string may begin anywhere in prompt or text, also inside a token, and ends
-    the text if it ends in a new token. Bytes are compared, since a token may be part of a character.
+    As in transformers' `generate`, a stop string may begin anywhere in prompt or text, even inside a token, and ends
+    the text if it ends in a new token. Bytes are compared, because a token may be part of a character.
     """
 
     def __init__(
         self, eos_token_ids: tuple[int, ...], stop_strings: tuple[str, ...], tokenizer: TextDecoder | None
     ) -> None:
         if stop_strings and tokenizer is None:
-            raise UserError("stop strings need the tokenizer: pass it along")
+            raise UserError("stop strings need the tokenizer: pass it as tokenizer")
         self._eos = frozenset(eos_token_ids)
         self._strings = tuple(string.encode() for string in stop_strings)
         self._bytes = cache(partial(token_bytes, tokenizer))
         self.reach = max(map(len, self._strings), default=0)
-        """Number of tokens before a new one that the decision reads."""
+        """Number of tokens before a new token that the decision reads."""
 
     def cut(self, text: list[int], tokens: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
         """Return ``tokens`` up to and including the one that ends the text, and True if there is one.
 
-        ``text``: the tokens before them, with the prompt, at least the last `reach`.
+        ``text``: the tokens before ``tokens``, including the prompt, or at least the last `reach` of them.
         """
         written = b"".join(map(self._bytes, text[max(0, len(text) - self.reach) :]))
         for index, token in enumerate(tokens):
@@ -62,7 +62,7 @@ class StopCheck:
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """Return the bytes of a token inside a text, where a tokenizer does not strip its leading space."""
+    """Return the bytes of a token inside a text, where its leading space is not stripped."""
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         once, twice = tokenizer.decode([token]), tokenizer.decode([token, token])
         return str(twice[len(once) :]).encode()
@@ -92,10 +92,10 @@ class Step(NamedTuple):
 
     Of the new ``tokens``, the first ``accepted`` were drafted. The target wrote the last one, unless the text ended
     inside the draft. ``offered`` is the depth of the tree up to the text's end, the most that could be accepted;
-    ``room`` is the depth that the text could still hold. The first step of a text is its prefill: one token, nothing
-    offered. Seconds are the pass's seconds divided by its rows. ``refused`` are a chain's drafted tokens after the
-    accepted ones; it is empty for trees and at the text's end. ``tree``, if requested, is the drafted tree (None if
-    nothing was drafted); ``path`` lists its accepted nodes from the root's child down.
+    ``room`` is the depth that the text could still hold. The first step of a text is its prefill, which writes one
+    token and offers none. Seconds are the seconds of the pass divided by its rows. ``refused`` are a chain's drafted
+    tokens after the accepted ones; it is empty for trees and at the text's end. ``tree``, if requested, is the drafted
+    tree (None if nothing was drafted); ``path`` lists its accepted nodes from the root's child down.
     """
 
     tokens: tuple[int, ...]
@@ -149,7 +149,7 @@ class Text:
         self.hidden = torch.empty(0)
         """Input of the lm_head from which the target wrote the last token, (hidden,)."""
         self._states: list[Tensor] = []
-        # Two streams from one seed: the draft's draws do not change the target's draws.
+        # Two streams from one seed, so that the draft's draws do not change the target's draws.
         self.source = GeneratorSource.from_seed(seed, "verify")
         self.draft_source = GeneratorSource.from_seed(seed, "draft")
         self.history = history
@@ -157,7 +157,7 @@ class Text:
 
     @property
     def draft_room(self) -> int:
-        """Depth of the deepest draft that fits whole, with one more token from the target."""
+        """Depth of the deepest draft that fits completely, together with one more token from the target."""
         return self._longest - len(self.tokens) - 1
 
     def keep_states(self, states: Float[Tensor, "tokens taps"]) -> None:
@@ -165,12 +165,12 @@ class Text:
         self._states.append(states)
 
     def hand_over_states(self) -> Float[Tensor, "tokens taps"] | None:
-        """Return the states kept since the last call, or None, and forget them."""
+        """Return the states that were kept since the last call (None if there are none), and forget them."""
         states, self._states = self._states, []
         return torch.cat(states) if states else None
 
     def emit(self, tokens: tuple[int, ...], stop: StopCheck) -> tuple[int, ...]:
-        """Append ``tokens`` up to the end of the text; return the appended ones."""
+        """Append ``tokens`` up to the end of the text; return the tokens that were appended."""
         room = self._longest - len(self.tokens)
         begin = max(0, len(self.tokens) - stop.reach)
         kept, ended = stop.cut(self.tokens[begin:], tokens[:room])
@@ -179,14 +179,13 @@ class Text:
         return kept
 
 
-_REMEDY = "give tokenizer(text)['input_ids']"
+_REMEDY = "use tokenizer(text)['input_ids']"
 
 
 def check_ids(prompt: Any, vocab_size: int | None = None) -> None:
     """Reject a prompt that is not a list of integer token ids, for example a text or a number.
 
-    Given ``vocab_size`` (None: the target is not yet known), also reject an empty prompt and ids outside the
-    vocabulary.
+    With ``vocab_size`` (None: the target is not known yet), also reject an empty prompt and ids outside the vocabulary.
     """
     if isinstance(prompt, str | bytes | Tensor) or not isinstance(prompt, Sized) or not isinstance(prompt, Iterable):
         raise UserError(f"a prompt is {prompt!r:.60}, not a list of token ids: {_REMEDY}")
@@ -203,7 +202,7 @@ def check_ids(prompt: Any, vocab_size: int | None = None) -> None:
                 f"token {token} is outside the target's vocabulary (0 to {vocab_size - 1}): use the target's tokenizer"
             )
     if vocab_size is not None and not len(prompt):
-        raise UserError("the prompt is empty: give at least one token (a BOS token will do)")
+        raise UserError("the prompt is empty: use at least one token (a BOS token will do)")
 
 
 def check_prompt(target: CausalLM, prompt: Sequence[int], max_new_tokens: int) -> None:
@@ -221,7 +220,7 @@ def check_tensor_of_ids(input_ids: Any) -> None:
     """Reject anything but a tensor of integers."""
     if not isinstance(input_ids, Tensor):
         kind = type(input_ids).__name__
-        raise UserError(f"input_ids is a {kind}: give a tensor of ids, tokenizer(text, return_tensors='pt').input_ids")
+        raise UserError(f"input_ids is a {kind}: use a tensor of ids, tokenizer(text, return_tensors='pt').input_ids")
     if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
         kind = str(input_ids.dtype).removeprefix("torch.")
         raise UserError(f"input_ids contains {kind} numbers, but token ids are integers: {_REMEDY}")
@@ -244,7 +243,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._shown = 0  # number of tokens whose text was returned
-        self._context = 0  # index where decoding starts, a few tokens earlier as context
+        self._context = 0  # index at which decoding starts: a few tokens earlier, for context
 
     def push(self, token: int) -> str:
         """Add a token; return the text that it completes, possibly empty."""
@@ -258,7 +257,7 @@ class Detokenizer:
         return text[len(before) :]
 
     def flush(self) -> str:
-        """Return the rest of the text; incomplete characters become U+FFFD."""
+        """Return the remaining text; incomplete characters become U+FFFD."""
         before = self._tokenizer.decode(self._tokens[self._context : self._shown])
         text: str = self._tokenizer.decode(self._tokens[self._context :])
         return text[len(before) :]

@@ -1,4 +1,7 @@
-"""Idle waiting of OpenMP threads. Must not import torch, even indirectly: libgomp reads its settings once."""
+"""Idle waiting of OpenMP threads.
+
+This module must not import torch, even indirectly: libgomp reads its settings once.
+"""
 
 import os
 
@@ -9,8 +12,8 @@ _SPINS = "1000"
 def spin_briefly() -> None:
     """Let idle threads of this process and its children sleep soon. Call this before torch is imported.
 
-    This is up to 25 times faster if other work shares the cores, and not slower otherwise; results do not change. A
-    GOMP_SPINCOUNT or OMP_WAIT_POLICY set by the user is kept.
+    Decoding is then up to 25 times faster if other work shares the cores, and otherwise not slower; results do not
+    change. A GOMP_SPINCOUNT or OMP_WAIT_POLICY set by the user is kept.
     """
     if "GOMP_SPINCOUNT" not in os.environ and "OMP_WAIT_POLICY" not in os.environ:
         os.environ["GOMP_SPINCOUNT"] = _SPINS

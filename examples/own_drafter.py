@@ -1,10 +1,10 @@
-"""Your own drafter in 40 lines: n-grams of your texts and of the text being decoded.
+"""Your own drafter in 40 lines: n-grams of your texts and of the text that is being decoded.
 
     python examples/own_drafter.py
     python examples/own_drafter.py --target ORG/NAME --corpus manual.txt --prompt "To reset the device, "
 
-It pays if answers repeat a known text (code, a manual, a form) or themselves, and needs neither a model nor training.
-The target checks every token, so a bad drafter costs time but never changes the text.
+It is useful if answers repeat a known text (code, a manual, a form) or themselves. It needs neither a model nor
+training. The target checks every token, so a bad drafter costs time but never changes the text.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class NgramDrafter(TextDrafter):
 
 
 class NgramText:
-    """One text being decoded; its own n-grams take precedence over the corpus's."""
+    """One text being decoded; its own n-grams take precedence over those of the corpus."""
 
     def __init__(self, drafter: NgramDrafter, device: torch.device) -> None:
         self.longest, self.device, self.seen = drafter.longest, device, 1
@@ -61,7 +61,7 @@ class NgramText:
                 break
             text.append(token)
             drafted.append(token)
-        # The draft depends on the text alone, so it is deterministic, and rules for this kind stay lossless with it.
+        # The draft depends only on the text, so it is deterministic, and rules for this kind stay lossless.
         return Proposal(TokenTree.chain(drafted, self.device), ProposalKind.DETERMINISTIC)
 
 
@@ -84,7 +84,7 @@ print(f"{len(drafter.followers):,} n-grams of {len(tokens):,} tokens")
 model = HeadstartModel.from_pretrained(options.target, dtype=torch.float32)
 prompt = [tokenizer(options.prompt)["input_ids"]]
 for temperature in (0.0, 1.0):
-    # Above temperature 0 the rule draws from the target like plain decoding, so the same seed gives the same text.
+    # Above temperature 0 the rule draws from the target like plain decoding, so the same seed leads to the same text.
     texts = {"temperature": temperature, "max_new_tokens": options.max_new_tokens, "policy": "fixed"}
     plain = speculate(model.target, None, prompt, **texts)
     drafted = speculate(model.target, drafter, prompt, **texts)

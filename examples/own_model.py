@@ -1,10 +1,10 @@
-"""Medusa heads for your own model class, one that transformers does not have.
+"""Medusa heads for a model class of your own, which transformers does not have.
 
     python examples/own_model.py
 
 The model here runs one block several times, each time with separate keys and values. Such a class needs position ids, a
 key-value cache, attention through transformers' interface (to support a tree's mask), and an lm_head. Once registered
-with transformers' auto classes, it is a target like any other, for training and for decoding.
+with transformers' auto classes, it can be a target like any other, in training and in decoding.
 """
 
 import argparse

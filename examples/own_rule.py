@@ -47,7 +47,7 @@ MINE = Rule("my rejection", True, KINDS, rejection, chains_only=True)
 
 
 def careless(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
-    """Draw from the whole p after a rejection; the rejected token may be drawn again and thus comes too often."""
+    """Draw from the whole p after a rejection; the rejected token may be drawn again, so it comes too often."""
     nodes, _ = rejection(proposal, p, source)
     return Verdict(nodes, source.draw(p[len(nodes)]))
 
@@ -58,7 +58,7 @@ CARELESS = Rule("careless rejection", True, KINDS, careless, chains_only=True)
 
 
 def near_the_best(top: int, factor: float) -> Rule:
-    """Make a rule that keeps any of the target's ``top`` tokens with at least ``factor`` times the best one's p."""
+    """Make a rule that keeps any of the target's ``top`` tokens whose p is at least ``factor`` times the largest p."""
 
     def decide(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
         tree, best = proposal.tree, p.topk(min(top, p.shape[1])).values
@@ -96,7 +96,7 @@ options = parser.parse_args()
 tokenizer = load_tokenizer(options.target)
 model = HeadstartModel.from_pretrained(options.target, options.drafter)
 prompts = [tokenizer(options.prompt)["input_ids"]] * 4  # each with a different seed
-for chosen in (None, MINE, LOSSY):  # None: the lossless rule that keeps most tokens of this drafter
+for chosen in (None, MINE, LOSSY):  # None: the lossless rule that keeps the most tokens of this drafter
     output = speculate(
         model.target,
         model.drafter,

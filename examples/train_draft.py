@@ -27,7 +27,8 @@ recipe = load_recipe(RECIPE, sys.argv[1:])
 draft = run_recipe(recipe)
 print(f"the draft is in {draft}: a model like any other, which transformers can load too")
 
-# 2. Each further drafted token costs a pass of the draft, and saves a target pass if it is kept: measure what pays.
+# 2. Each further drafted token costs a pass of the draft and saves a target pass if it is kept. Measure what is
+# fastest.
 tokenizer = load_tokenizer(recipe.target)
 prompts = [encode_prompt(prompt, tokenizer, chat=True) for prompt in PROMPTS]
 
@@ -40,7 +41,7 @@ for tokens in (2, 4, 6):
     )
 outputs: dict[str, SpeculativeOutput] = {}
 seconds: dict[str, list[float]] = {name: [] for name in models}
-for turn in range(4):  # taking turns, a busy machine slows all models alike; the first turn warms up
+for turn in range(4):  # the models take turns, so a busy machine slows all alike; the first turn warms up
     for name, model in models.items():
         outputs[name] = speculate(
             model.target,

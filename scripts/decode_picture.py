@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 PLAYED = 9.0
-"""Approximate seconds of the slower run in the picture; the exact time follows from a whole-number stretch."""
+"""Approximate seconds of the slower run in the picture; the exact time follows from a stretch by a whole number."""
 LEAD, HOLD = 0.8, 4.5
 """Seconds before the first token and after the last."""
 CHARACTER, LINE = 8.4, 20.0
@@ -135,7 +135,7 @@ def picture(report: Mapping[str, Any], narrow: bool = False) -> str:
 
 
 def _told(report: Mapping[str, Any], clock: Clock) -> str:
-    """Return the line below the prompt: models, machine, and how much time is slowed."""
+    """Return the line below the prompt: models, machine, and how many times the run is slowed down."""
     threads = report["hardware"]["threads"]
     machine = f"{report['hardware']['processor']}, {threads} thread{'s' * (threads > 1)}"
     return f"{report['target']} · {report['drafter']} · {machine} · slowed {clock.stretch} times"

@@ -1,4 +1,4 @@
-"""The whole job from end to end (``make demo``): prompts and answers of a target, heads and a draft, speed-ups.
+"""The whole job from end to end (``make demo``): a target's prompts and answers, heads and a draft, and speed-ups.
 
 Nothing is downloaded. HEADSTART_DEMO=short runs the same code on less data, for continuous integration.
 """
@@ -96,7 +96,7 @@ def write() -> None:
 
 
 def discard_stale(recipe: str) -> None:
-    """Remove a finished run with another target or by another recipe, which cannot be resumed."""
+    """Remove a finished run that has another target or recipe, because it cannot be resumed."""
     provenance = Path(artefact(recipe)) / "provenance.json"
     if provenance.is_file():
         stored = json.loads(provenance.read_text())
@@ -132,7 +132,7 @@ def artefact(recipe: str) -> str:
 
 
 def measure() -> None:
-    """Measure each trained drafter and prompt lookup on questions that nothing was trained on."""
+    """Measure each trained drafter and prompt lookup on questions that were not used in training."""
     run_evaluate(
         EvaluateOptions(
             target=quickstart.NAME,
@@ -166,7 +166,8 @@ def show() -> None:
 def export_all() -> None:
     """Export the heads for this project and the draft for llama.cpp, each with its model card.
 
-    Decoding with what was trained and exported takes long, so one prompt is compared for the draft, none for the heads.
+    Decoding with the trained and the exported weights takes long, so one prompt is compared for the draft and none for
+    the heads.
     """
     prompt = OUTPUT / "prompt.jsonl"
     prompt.write_text((RECIPES / "questions.jsonl").read_text(encoding="utf-8").partition("\n")[0])

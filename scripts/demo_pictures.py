@@ -79,7 +79,7 @@ def wait_for_pass(page: Page, number: int) -> None:
 
 
 def save(page: Page, path: Path) -> None:
-    """Write the whole page with a palette of 128 colours, which suffice for its flat areas."""
+    """Write the whole page with a palette of 128 colours, which is enough for its flat areas."""
     page.mouse.move(0, 0)
     image = Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
     image.quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)

@@ -1,4 +1,4 @@
-"""Numbers of docs/explanation: every outcome of the acceptance rules on a small p and q, and the law of the speed-up.
+"""Numbers for docs/explanation: every outcome of the acceptance rules on a small p and q, and the law of the speed-up.
 
 The rules are the ones used in decoding, and the enumeration that proves them computes their outcomes. The law comes
 from `decoding.metrics` and `decoding.rules.best_tree`. This module adds no formulas.
@@ -81,7 +81,7 @@ def wanted(rule: str) -> tuple[float, ...]:
 
 @cache
 def split(name: str) -> tuple[tuple[float, ...], ...]:
-    """Return the probability of each token to be written first, by origin.
+    """Return the probability that each token is written first, by origin.
 
     Entry [token][k] is the probability that the token is written because drafted child k (from 0) was kept. The last
     entry is the probability that the target writes it.
@@ -139,7 +139,7 @@ def _turn(rule: str, kind: ProposalKind, shape: str) -> Enumerated:
 RATES = tuple(place / 50 for place in range(51))
 DEPTHS = (1, 2, 4, 8)
 DRAFT_COSTS = (0.0, 0.1, 0.3)
-"""Costs of one drafted token, in target passes over one token."""
+"""Costs of one drafted token, in units of a target pass over one token."""
 MOST_DEPTH = 16
 BUSY = "storyteller-11m, widened to 164M"
 """Target in the report whose measured cost curve is compared with a flat one."""
@@ -162,7 +162,7 @@ def measured_costs() -> Mapping[str, Mapping[int, float]]:
 
 @cache
 def law_costs() -> Mapping[int, float]:
-    """Return v(n) of `BUSY` made non-decreasing: a pass that looks cheaper than one over fewer tokens is noise."""
+    """Return v(n) of `BUSY` made non-decreasing: if a pass looks cheaper than one over fewer tokens, that is noise."""
     curve = measured_costs()[BUSY]
     return dict(zip(curve, accumulate(curve.values(), max), strict=True))
 

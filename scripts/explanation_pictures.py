@@ -33,7 +33,7 @@ def heading(pen: Pen, top: float, title: str, below: str) -> None:
 
 
 def segments(pen: Pen, x: float, y: float, parts: Sequence[tuple[float, str]], scale: float, height: float) -> None:
-    """Draw a bar of (probability, role) parts end to end; parts with enough room contain their number."""
+    """Draw a bar of (probability, role) parts, end to end; a part with enough room contains its number."""
     for value, role in parts:
         width = value * scale
         if width < 0.5:

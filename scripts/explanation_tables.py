@@ -85,7 +85,7 @@ def by_hand_token() -> str:
 
 
 def second_q(kind: object) -> Sequence[float]:
-    """Return q for the second child after the first was rejected."""
+    """Return q for the second child after a rejection of the first."""
     if kind is SAMPLED:
         return Q
     (refusable,) = [place for place, (p, q) in enumerate(zip(P, Q, strict=True)) if q > p]
@@ -128,7 +128,7 @@ def by_hand_top() -> str:
 
 
 def by_hand_block() -> str:
-    """Return block verification of the chain b, a by hand, compared with token rejection."""
+    """Return block verification of the chain b, a, worked out by hand and compared with token rejection."""
     first, second = TOKENS.index("b"), TOKENS.index("a")
     ratios = [P[place] / Q[place] for place in (first, second)]
     reach_one = min(1, ratios[0])
@@ -143,7 +143,7 @@ def by_hand_block() -> str:
         f"{number(token)}. Block verification has P₁ = {number(reach_one)} and P₂ = min(1, {number(reach_one)} × "
         f"{number(ratios[1])}) = {number(reach_two)}. It keeps both with {number(reach_two)} and writes ba with "
         f"{number(drafted)} × {number(reach_two)} = {number(drafted * reach_two)}, all of p(b) p(a) = "
-        f"{number(P[first] * P[second])}. So b is never kept alone: S = {number(residual)}, h = {number(share)}."
+        f"{number(P[first] * P[second])}. Thus b is never kept alone: S = {number(residual)}, h = {number(share)}."
     )
 
 

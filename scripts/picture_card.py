@@ -87,7 +87,7 @@ def place_tree(step: Step, texts: Sequence[str], left: float, right: float) -> l
     """Place the nodes below the root between ``left`` and ``right``; the first leaf is at height 0, others are below.
 
     ``texts``: the texts of the tree's nodes, then of the token that the target wrote after the last kept node. A node
-    is level with its kept child, else with its first child.
+    is level with its kept child or, without one, with its first child.
     """
     assert step.tree is not None
     shape, path = step.tree.shape, (0, *step.path)
@@ -164,7 +164,7 @@ def with_schemes(svg: str) -> str:
 
 def save(figure: Figure, output: Path, source: str) -> None:
     """Write an .svg in light colours, with dark colours for dark schemes; its metadata names ``source``."""
-    plt.rcParams["svg.hashsalt"] = "loop"  # equal pictures give equal files
+    plt.rcParams["svg.hashsalt"] = "loop"  # equal pictures make equal files
     figure.savefig(output, metadata={"Date": None, "Source": source})
     lines = with_schemes(output.read_text()).splitlines()
     output.write_text("\n".join(line.rstrip() for line in lines) + "\n")

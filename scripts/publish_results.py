@@ -61,9 +61,9 @@ def _value(row: Mapping[str, Any], name: str) -> float | None:
 
 
 def short_table(report: Report) -> str:
-    """Return a row for each method, drafters in the order measured, then the others; two columns for each setting.
+    """Return a row for each method: the drafters in the order measured, then the others; each setting has two columns.
 
-    The last column counts the greedy texts that plain decoding writes too.
+    The last column counts the greedy texts that plain decoding also writes.
     """
     found = {(row["method"], row["setting"]): row for row in report["rows"]}
     methods, settings = (list(dict.fromkeys(names)) for names in zip(*found, strict=True))
@@ -218,8 +218,8 @@ def stored_sentence(report: Report) -> str:
     """Return one sentence on what heads and drafts store for each token in int8, and what the last peer documents."""
     (_, heads, *_), (_, draft, whole), *_, (peer, theirs) = report["stored"]
     return (
-        f"Training needs no stored states. If you store those of Qwen3-8B in int8, a token takes {heads:,} bytes for "
-        f"heads and {draft:,} for a DSpark draft, or {whole:,} in bf16 ([comparison](docs/how-to/one-gpu.md)). "
+        f"Training needs no stored states. If you store the states of Qwen3-8B in int8, a token takes {heads:,} bytes "
+        f"for heads and {draft:,} for a DSpark draft, or {whole:,} in bf16 ([comparison](docs/how-to/one-gpu.md)). "
         f"{peer.split(',')[0]} documents {theirs:,} for six states (read on {report['read']})."
     )
 
@@ -341,7 +341,7 @@ def main(source: str, name: str) -> None:
     for place, page in pages.items():  # all pages are complete before any is written
         (ROOT / place).write_text(page)
     if name in PICTURES:
-        plt.rcParams["svg.hashsalt"] = name  # equal figures give equal files
+        plt.rcParams["svg.hashsalt"] = name  # equal figures make equal files
         picture = ROOT / "docs" / "pictures" / f"{name}.svg"
         PICTURES[name](report_from_json(report)).savefig(picture, bbox_inches="tight", metadata={"Date": None})
     print(f"written: {destination.relative_to(ROOT)}")

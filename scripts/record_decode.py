@@ -37,7 +37,7 @@ from decoding.text import Detokenizer, Step, Tally
 def median_steps(runs: Sequence[Sequence[Step]]) -> list[Step]:
     """Return the steps of repeated runs with median seconds; raise ValueError if the runs differ in any token."""
     if len({tuple(step.tokens for step in run) for run in runs}) > 1:
-        raise ValueError("repeated runs wrote different tokens: give --dtype fp32")
+        raise ValueError("repeated runs wrote different tokens: use --dtype fp32")
     return [
         same[0].timed(*(statistics.median(times) for times in zip(*map(_seconds, same), strict=True)))
         for same in zip(*runs, strict=True)
@@ -51,7 +51,7 @@ def _seconds(step: Step) -> tuple[float, float, float]:
 def told(
     steps: Sequence[Step], runs: Sequence[Sequence[Step]], tokenizer: PreTrainedTokenizerBase, eos: Sequence[int]
 ) -> dict[str, Any]:
-    """Return a run's entry in the report. Its seconds start at the first token; the prefill is given separately."""
+    """Return a run's entry in the report. Its seconds start at the first token; the prefill has a separate entry."""
     tally, detokenizer, rows = Tally.of(steps), Detokenizer(tokenizer), []
     for step in steps:
         texts = ["" if token in eos else detokenizer.push(token) for token in step.tokens]
@@ -90,7 +90,7 @@ def record(options: argparse.Namespace) -> dict[str, Any]:
         place = next((n for n, pair in enumerate(zip(*texts, strict=False)) if pair[0] != pair[1]), 0)
         raise ValueError(
             f"the two texts differ from token {place + 1} on, because {options.dtype} rounds a near-tie differently: "
-            "give another prompt, or --dtype fp32"
+            "use another prompt, or --dtype fp32"
         )
     report: dict[str, Any] = {
         "target": published_name(options.target),
@@ -124,7 +124,7 @@ def main() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     if not options.redraw:
         if missing := [name for name in ("target", "drafter", "prompt") if getattr(options, name) is None]:
-            parser.error(f"--{missing[0]} is missing: give it, or --redraw")
+            parser.error(f"--{missing[0]} is missing: pass it, or --redraw")
         options.report.write_text(json.dumps(record(options), indent=1, ensure_ascii=False) + "\n")
     report = json.loads(options.report.read_text())
     for path, narrow in ((options.output, False), (narrow_of(options.output), True)):

@@ -32,7 +32,7 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add every file outside docs/ that is in the nav or linked from a page, and the files that those link to."""
+    """Add every file outside docs/ that is in the nav or linked from a page, and the files to which these link."""
     in_nav = {uri.removeprefix(FOLDER) for uri in _uris(config.nav) if uri.startswith(FOLDER)}
     found = set(in_nav)
     for page in files.documentation_pages():
@@ -52,7 +52,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links to files outside docs/, and links in such files, into links within the site."""
+    """Turn links to files outside docs/, and links inside such files, into links within the site."""
     uri = page.file.src_uri
     path = uri.removeprefix(FOLDER) if uri.startswith(FOLDER) else f"docs/{uri}"
     folder = posixpath.dirname(uri)

@@ -1,4 +1,4 @@
-"""Hook of the documentation site: turns formulas into MathML when the site is built, so pages need no script.
+"""Hook of the documentation site: turns formulas into MathML when the site is built, so that pages need no script.
 
 As in the repository's Markdown, LaTeX is written ``$...$`` within a line and ``$$...$$`` on separate lines.
 """

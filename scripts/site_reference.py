@@ -1,7 +1,7 @@
 """Hook of the documentation site: writes reference pages from the code when the site is built.
 
-Commands come from the typer application, drafters from their registry, recipe keys from their classes. A page contains
-a mark, such as ``<!-- every command -->``, in place of the generated text.
+Commands come from the typer application, drafters from their registry, and recipe keys from their classes. A page
+contains a mark, such as ``<!-- every command -->``, in place of the generated text.
 """
 
 # ruff: noqa: E402  # the repository is added to the path before its packages are imported
@@ -114,7 +114,7 @@ def recipes() -> str:
 
 
 def _keys(section: type[BaseModel], prefix: str, shown: set[tuple[type[BaseModel], str]]) -> str:
-    """Return the tables of a section and its subsections; a section shown before is only referred to."""
+    """Return the tables of a section and its subsections; a section that was shown before is only linked."""
     rows, below = [], []
     for name, field in section.model_fields.items():
         if name == "kind":
@@ -133,7 +133,7 @@ def _keys(section: type[BaseModel], prefix: str, shown: set[tuple[type[BaseModel
             continue
         shown.add((inner, path))
         parts.append(f"### {path}")
-        left_out = " Not used unless given." if field.default is None else ""
+        left_out = " Not used unless it is set." if field.default is None else ""
         parts += [f"{_prose(inner.__doc__)}{left_out}", _keys(inner, f"{path}.", shown)]
     return "\n\n".join(parts)
 

@@ -32,7 +32,7 @@ NOT_CODE = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tok
 
 
 def code_lines(source: str, tree: ast.Module) -> int:
-    """Count the lines that contain code; docstrings, also of fields, are not code."""
+    """Count the lines that contain code; docstrings, including those of fields, are not code."""
     documented = set[int]()
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):

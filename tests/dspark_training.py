@@ -1,4 +1,4 @@
-"""A DSpark draft's objective on tiny models, and its losses by one plain forward for each anchor."""
+"""A DSpark draft's objective on tiny models, and its losses by one plain forward pass for each anchor."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def objective_for(model: PreTrainedModel, states: OnlineTarget | None = None, **
 
 
 def reference_terms(objective: DSparkObjective, target: PreTrainedModel, kind: Any) -> list[Tensor]:
-    """Σ divergence at each depth: each anchor's block by a forward of its own, behind its text alone."""
+    """Σ divergence at each depth: each anchor's block by a separate forward pass, after its text alone."""
     blocks, draft, model = objective.ahead(collate(TEXTS), 0).blocks, objective.module.draft, CausalLM(target)
     terms = [torch.zeros((), dtype=torch.float64) for _ in range(draft.config.block_size)]
     for row, example in enumerate(TEXTS):

@@ -1,4 +1,4 @@
-"""A program on a terminal of its own, as a user sees it: keys go in, and everything that is printed comes out."""
+"""A program on a separate terminal, as a user sees it: keys go in, and everything that is printed comes out."""
 
 import fcntl
 import os
@@ -30,7 +30,7 @@ class PseudoTerminal:
         os.write(self._master, keys)
 
     def wait_for(self, text: str) -> bytes:
-        """Read until this text comes, behind the last one that was waited for; return what was printed up to it."""
+        """Read until this text comes, after the last one that was waited for; return what was printed up to it."""
         wanted = text.encode()
         while (found := self.output.find(wanted, self._read)) < 0:
             assert self._more(), f"ended before {text!r}: {self.output[-2000:]!r}"

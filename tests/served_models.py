@@ -86,7 +86,7 @@ class Desk:
         return self.folder / name
 
     def write_dflash(self, name: str) -> Path:
-        """Train a DFlash draft to write several tokens behind any of the target's own."""
+        """Train a DFlash draft to write several tokens after any of the target's own."""
         draft, target = tiny_dflash(self.target, TOKENS, spread=0.05, intermediate_size=96), self.target
         embeddings, lm_head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
         layers = target.model(self.texts, output_hidden_states=True).hidden_states

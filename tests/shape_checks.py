@@ -48,7 +48,7 @@ class _Decorate(ast.NodeTransformer):
 
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
-        """Compile the decorated source; bytecode that lies beside it has no checks."""
+        """Compile the decorated source; bytecode that lies next to it has no checks."""
         path = self.get_filename(fullname)
         decorate = _Decorate()
         tree = ast.fix_missing_locations(decorate.visit(ast.parse(self.get_data(path), path)))

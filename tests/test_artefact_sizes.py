@@ -78,12 +78,12 @@ def test_heads_that_claim_to_be_enormous_are_refused_before_they_are_built(
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"num_heads": "3"}, "num_heads is '3': give a whole number, 1 or more"),
-        ({"shared_lm_head": "false"}, "shared_lm_head is 'false': give true or false"),
-        ({"tree": [[0.0]]}, r"tree path \[0.0\] contains 0.0: give whole"),
+        ({"num_heads": "3"}, "num_heads is '3': use a whole number, 1 or more"),
+        ({"shared_lm_head": "false"}, "shared_lm_head is 'false': use true or false"),
+        ({"tree": [[0.0]]}, r"tree path \[0.0\] contains 0.0: use whole"),
         ({"tree": [[0], [1, 0]]}, r"tree path \[1, 0\] lacks its parent"),
         ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "the tree is 4 deep, but there are 3 heads"),
-        ({"tree": [[0]] * (MOST_NODES + 1)}, f"the tree has {MOST_NODES + 1} nodes: give at most {MOST_NODES}"),
+        ({"tree": [[0]] * (MOST_NODES + 1)}, f"the tree has {MOST_NODES + 1} nodes: use at most {MOST_NODES}"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -123,7 +123,7 @@ def test_heads_that_are_not_finite_are_neither_read_nor_exported(
 def test_a_draft_that_is_not_finite_is_neither_read_nor_exported(tmp_path: Path) -> None:
     target = CausalLM(tiny_model(vocab=128))
     break_weights(written_draft(tmp_path / "run"), "model.norm.weight", float("nan"))
-    complaint = r"1 of 16 values in model\.norm\.weight: give an earlier checkpoint"
+    complaint = r"1 of 16 values in model\.norm\.weight: use an earlier checkpoint"
     with pytest.raises(ValueError, match=complaint):
         load_draft(str(tmp_path / "run"), target, byte_tokenizer())
     with pytest.raises(ValueError, match=complaint):
@@ -164,7 +164,7 @@ def test_a_model_whose_weights_lack_a_tensor_is_not_given_a_random_one(tmp_path:
     tensors = load_file(written_draft(tmp_path) / WEIGHTS_NAME)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / WEIGHTS_NAME, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lack model\.layers\.1\.mlp\.up_proj\.weight, one of 1 missing: give"):
+    with pytest.raises(ValueError, match=r"lack model\.layers\.1\.mlp\.up_proj\.weight, one of 1 missing: use"):
         load_model(str(tmp_path))
 
 

@@ -102,7 +102,7 @@ def trained_texts(tokenizer: PreTrainedTokenizerBase, sequence: Marked) -> list[
 
 @pytest.mark.parametrize(("template", "end"), [(LLAMA, "<|eot|>"), (GEMMA3, "<end_of_turn>")], ids=["llama", "gemma3"])
 def test_every_answer_with_its_end_of_turn_is_found_in_one_sequence(template: str, end: str) -> None:
-    """Not the system prompt, nor the line break that a template puts behind the end of turn."""
+    """Not the system prompt, nor the line break that a template puts after the end of turn."""
     messages = turns("Why?", " Because. ", "So?", "Yes.")
     tokenizer, (sequence,) = encode(template, messages)
     assert trained_texts(tokenizer, sequence) == [f"Because.{end}", f"Yes.{end}"]
@@ -152,8 +152,8 @@ def test_variables_of_a_template_are_those_that_transformers_hands_it() -> None:
     set_variables(tokenizer, json.dumps(given))
     assert tokenizer.apply_chat_template(turns("a"), tokenize=False) == wanted
     for text, message in (
-        ("{", "give a JSON object"),
-        ("[]", "give a JSON object"),
+        ("{", "pass a JSON object"),
+        ("[]", "pass a JSON object"),
         ('{"effort": 1}', "has effort, which"),
     ):
         with pytest.raises(ValueError, match=f"^chat_template_kwargs .*{message}"):

@@ -250,7 +250,7 @@ def test_another_recipe_is_refused_naming_what_differs(tmp_path: Path) -> None:
     assert f"{tmp_path}/step-00000002 was made by a recipe with another kind, training.steps (10, now 11): " in str(
         error.value
     )
-    assert f"another output folder, or remove {tmp_path} to start over" in str(error.value)
+    assert f"another output folder in the recipe, or remove {tmp_path} to start over" in str(error.value)
 
 
 @pytest.mark.parametrize(("beta", "refused"), [(0.95, False), (0.9, True)])
@@ -266,7 +266,7 @@ def test_a_key_that_an_older_recipe_lacked_is_compared_by_its_default(
     save(Checkpoints(tmp_path, 2, older, made_by={"recipe": older}), model, optimizers, Progress(2, 200))
     found = Checkpoints(tmp_path, 2, now, made_by={"recipe": now})
     if refused:
-        with pytest.raises(ValueError, match=r"another training\.adam_beta2 \(0\.95, now 0\.9\): give"):
+        with pytest.raises(ValueError, match=r"another training\.adam_beta2 \(0\.95, now 0\.9\): set"):
             found.latest()
     else:
         assert found.latest() is not None and not found.changes
@@ -435,7 +435,7 @@ def test_a_folder_held_elsewhere_is_refused_naming_process_and_host(tmp_path: Pa
             raise AssertionError("held twice")
         said = str(error.value)
         assert said.startswith(f"{tmp_path / 'run'} is being written by process {other.pid} on {socket.gethostname()}")
-        assert said.endswith("wait until it ends, or give another output")
+        assert said.endswith("wait until it ends, or use another output")
         (tmp_path / "run" / LOCK_NAME).write_text("{")
         with pytest.raises(ValueError, match="is being written by another process: wait"), hold(tmp_path / "run"):
             raise AssertionError("held twice")

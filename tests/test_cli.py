@@ -156,7 +156,7 @@ EVALUATE = ["evaluate", "--target", "t", "--prompts", "p", "--output", "o"]
 WRONG = {
     "below its range": ([*EVALUATE, "--limit", "0"], "Invalid value for '--limit': Input should be greater than or"),
     "no number": ([*GENERATE, "--seed", "many"], "'--seed': Input should be a valid integer"),
-    "given twice": ([*GENERATE, "--seed", "1", "--seed=2"], "--seed is given twice: give it once"),
+    "given twice": ([*GENERATE, "--seed", "1", "--seed=2"], "--seed is given twice: pass it once"),
     "unknown": ([*EVALUATE, "--limt", "3"], "No such option: --limt"),
     "missing": (EVALUATE[:3], "Missing option '--prompts': see 'headstart evaluate --help'"),
     "a command misspelt": (["evalute"], "No such command 'evalute'. Did you mean 'evaluate'?: see 'headstart --help'"),
@@ -203,7 +203,7 @@ ERRORS = {
     ),
     "a negative temperature": (
         ["generate", "--target", "TARGET", "--prompt", "a", "--temperature", "-1"],
-        "temperature is -1.0: give 0 for greedy decoding, or a positive number",
+        "temperature is -1.0: use 0 for greedy decoding, or a positive number",
     ),
     "an unknown drafter": (
         ["generate", "--target", "TARGET", "--drafter", "lokup", "--prompt", "a"],
@@ -211,7 +211,7 @@ ERRORS = {
     ),
     "a plan besides a drafter": (
         ["generate", "--target", "TARGET", "--drafter", "lookup", "--plan", "p.json", "--prompt", "a"],
-        "--plan and --drafter are both given: omit one",
+        "both --plan and --drafter are set: omit one",
     ),
     "a recipe that is not there": (["train", "nowhere.yaml"], "recipe nowhere.yaml does not exist"),
     "an export of nothing": (["export", "nowhere", "out", "--format", "headstart"], "nowhere"),

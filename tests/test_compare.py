@@ -126,7 +126,7 @@ def test_other_targets_prompts_methods_and_settings_are_refused_in_one_sentence(
             compare(a, read_evaluation(evaluated(tmp_path / name, [0.5], **changes)))
     with pytest.raises(ValueError, match="lacks the method 'heads': choose among plain, draft"):
         compare(a, a, "heads", "draft")
-    with pytest.raises(ValueError, match="both folders are the same: name two of its methods"):
+    with pytest.raises(ValueError, match="both folders are the same: name two methods"):
         compare(a, a)
     with pytest.raises(ValueError, match="contains no runs"):
         read_evaluation(tmp_path)

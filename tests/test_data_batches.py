@@ -69,7 +69,7 @@ DOCUMENTS = ((1, 2, 3, 4, 5, 6, 7, 8, 9), (4, 4, 3, 2, 1, 7, 8), (5, 6, 7, 8, 9,
 
 
 def packed_batch() -> Batch:
-    """The documents in one row; beside it a shorter row of two, so that there is padding."""
+    """The documents in one row; next to it a shorter row of two, so that there is padding."""
     row = tuple(token for document in DOCUMENTS for token in document)
     whole = Example(row, (True,) * len(row), 0, tuple(len(document) for document in DOCUMENTS))
     return collate([whole, Example(tuple(range(15)), (True,) * 15, 0, (7, 8))])

@@ -39,7 +39,7 @@ def paths(proposal: Proposal) -> set[tuple[int, ...]]:
 
 
 def naive_scores(draft: CausalLM, text: Sequence[int], sampling: SamplingConfig) -> dict[int, float]:
-    """Log-probability of every next token, by one plain forward over the whole text."""
+    """Log-probability of every next token, by one plain forward pass over the whole text."""
     logits = full_forward(draft.model, text)[-1:]
     if sampling.greedy:
         return dict(enumerate(logits[0].log_softmax(-1).tolist()))

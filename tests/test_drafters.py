@@ -292,7 +292,7 @@ def test_heads_of_another_target_and_trees_that_they_cannot_draft_are_refused(ti
     for tree, problem in (
         ([], "the tree is empty"),
         ([[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]], "the tree is 4 deep, but there are 3 heads"),
-        ([[16]], "the tree has rank 16: give ranks below 16"),
+        ([[16]], "the tree has rank 16: use ranks below 16"),
     ):
         with pytest.raises(ValueError, match=problem):
             MedusaDrafter(random_heads(False), tree)
@@ -356,7 +356,7 @@ def test_prompt_lookup_is_the_naive_search_however_the_text_grows(
 def test_a_proposal_tells_how_long_its_match_is_beyond_the_longest_ngram_too(tiny_llama: CausalLM) -> None:
     assert lookup(tiny_llama, [1, 2, 3]).matched == 0
     assert lookup(tiny_llama, [1, 2, 3, 2]).matched == 1
-    # 1 2 3 4 5 stood before, behind another token; the n-gram that found it has three tokens.
+    # 1 2 3 4 5 stood before, after another token; the n-gram that found it has three tokens.
     assert lookup(tiny_llama, [7, 1, 2, 3, 4, 5, 6, 8, 1, 2, 3, 4, 5], ngram=3).matched == 5
     # The latest occurrence of the suffix counts, as it is the one continued: 9 4 5 there, 3 4 5 before.
     assert lookup(tiny_llama, [3, 4, 5, 6, 9, 4, 5, 6, 3, 4, 5], ngram=2).matched == 2

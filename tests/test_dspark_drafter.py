@@ -1,4 +1,4 @@
-"""DSpark drafts as drafters: each step's block is what a plain forward of the whole text says, in every row."""
+"""DSpark drafts as drafters: each step's block is what a plain forward pass of the whole text says, in every row."""
 
 import random
 from typing import Any
@@ -34,7 +34,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return found
 
 
-# --- one forward ------------------------------------------------------------------------------------------------------
+# --- one forward pass -------------------------------------------------------------------------------------------------
 
 MIXED = {"layer_types": ("sliding_attention", "full_attention", "sliding_attention"), "sliding_window": 4}
 ROPES: tuple[dict[str, Any], ...] = (
@@ -146,7 +146,7 @@ def test_a_gated_bias_drafts_trees_and_one_with_a_memory_only_chains(deep: Causa
     best, second, *children = proposal.tree.tokens[1:].tolist()
     assert [best, second] == logits_after(draft, deep, text, []).topk(2).indices.tolist()
     assert children == [int(logits_after(draft, deep, text, [each]).argmax()) for each in (best, second)]
-    with pytest.raises(ValueError, match=r"remembers all tokens of a chain \(markov_head_type rnn\): give tokens"):
+    with pytest.raises(ValueError, match=r"remembers all tokens of a chain \(markov_head_type rnn\): set tokens"):
         DSparkDrafter(tiny_dspark(deep, markov_head_type="rnn"), tree=paths)
 
 
@@ -212,13 +212,13 @@ def test_a_text_to_the_last_of_the_targets_positions_is_drafted_for_to_its_end()
 )
 def test_a_target_of_other_sizes_is_refused(tiny_llama: CausalLM, changes: dict[str, int], problem: str) -> None:
     other = CausalLM(tiny_model(**{"vocab": changes.pop("vocab_size", 16), **changes}))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=f"a target whose {problem}: give a draft trained on this target"):
+    with pytest.raises(ValueError, match=f"a target whose {problem}: use a draft trained on this target"):
         Engine(other, DSparkDrafter(tiny_dspark(tiny_llama))).decode([1, 2], DecodingConfig(4))
 
 
 def test_a_target_whose_embeddings_are_narrower_than_its_layers_is_refused(tiny_llama: CausalLM) -> None:
     target = CausalLM(tiny_model("opt"))
-    with pytest.raises(ValueError, match=r"lm_head is 12 wide, but its layers are 16: give another target"):
+    with pytest.raises(ValueError, match=r"lm_head is 12 wide, but its layers are 16: use another target"):
         Engine(target, DSparkDrafter(tiny_dspark(target))).decode([1, 2], DecodingConfig(4))
 
 
@@ -226,9 +226,9 @@ def test_a_target_whose_embeddings_are_narrower_than_its_layers_is_refused(tiny_
     ("settings", "problem"),
     [
         ({"tokens": 5}, "tokens is 5: this draft allows 1 to 4"),
-        ({"tokens": 2, "tree": [[0]]}, "tree and tokens are both given"),
+        ({"tokens": 2, "tree": [[0]]}, "both tree and tokens are set"),
         ({"tree": [[0] * depth for depth in range(1, 6)]}, "the tree is 5 deep, but the draft has 4 tokens"),
-        ({"tree": [[0], [5]]}, "the tree has 6 ranks, but the draft writes 4 tokens: give fewer"),
+        ({"tree": [[0], [5]]}, "the tree has 6 ranks, but the draft writes 4 tokens: use fewer"),
     ],
 )
 def test_drafts_that_a_block_has_no_tokens_for_are_refused(

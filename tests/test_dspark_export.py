@@ -78,7 +78,7 @@ def test_the_folder_is_what_training_wrote_and_its_card_says_what_it_reads(
 
 @pytest.mark.parametrize("format", ["headstart", "draft"])
 def test_formats_of_other_artefacts_do_not_take_it(tmp_path: Path, target: tuple[Path, CausalLM], format: str) -> None:
-    with pytest.raises(ValueError, match=r"contains a DSpark draft, but format .* give format dspark or gguf"):
+    with pytest.raises(ValueError, match=r"contains a DSpark draft, but format .* use format dspark or gguf"):
         export(trained(tmp_path / "run", target), tmp_path / "out", format)
 
 
@@ -220,10 +220,10 @@ def test_a_file_without_its_target_or_for_another_one_is_refused(tmp_path: Path,
     byte_level().save_pretrained(tmp_path / "deeper")
     with pytest.raises(ValueError, match="whose num_target_layers is 3, not 4"):
         export(source, tmp_path / "out", "gguf", target=str(tmp_path / "deeper"))
-    with pytest.raises(ValueError, match=r"needs the tokenizer of the target .* give the target as --target"):
+    with pytest.raises(ValueError, match=r"needs the tokenizer of the target .* use the target as --target"):
         export(source, tmp_path / "out", "gguf", target=str(tmp_path / "missing"))
     (source / "provenance.json").unlink()
-    with pytest.raises(ValueError, match=r"does not name its target, .*: give --target"):
+    with pytest.raises(ValueError, match=r"does not name its target, .*: use --target"):
         export(source, tmp_path / "out", "gguf")
     assert not (tmp_path / "out").exists()
 

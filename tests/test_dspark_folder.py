@@ -307,9 +307,9 @@ def test_the_folders_of_other_trainers_draft_as_the_same_weights_do_here(
             assert_same(found.propose(text)[0], same_weights.propose(text)[0])
     wrong = torch.tensor([0] * 3 + [2] + [0] * (draft.config.outputs - 4))
     with_tensors(lambda tensors: tensors.update(d2t=wrong))(tmp_path)
-    problem = "contains d2t, but its config has no draft_vocab_size: give a DSpark"
+    problem = "contains d2t, but its config has no draft_vocab_size: use a DSpark"
     if draft.lm_head is not None:
-        problem = "d2t in .* does not give increasing tokens of the target: give a DSpark"
+        problem = "d2t in .* does not give increasing tokens of the target: use a DSpark"
     with pytest.raises(ValueError, match=problem):
         load_dspark(tmp_path, target)
 
@@ -342,19 +342,19 @@ def test_copies_of_the_targets_ends_are_left_out_and_others_refused(
 SIZES: dict[str, tuple[dict[str, Any], str]] = {
     "no layer so high": (
         {"target_layer_ids": (1, 4)},
-        r"target_layer_ids is \[1, 4\]: give increasing layers from 0 to 3",
+        r"target_layer_ids is \[1, 4\]: use increasing layers from 0 to 3",
     ),
-    "falling layers": ({"target_layer_ids": (2, 0)}, "give increasing layers"),
-    "a layer twice": ({"target_layer_ids": (1, 1)}, "give increasing layers"),
-    "no layer": ({"target_layer_ids": ()}, "give increasing layers"),
+    "falling layers": ({"target_layer_ids": (2, 0)}, "use increasing layers"),
+    "a layer twice": ({"target_layer_ids": (1, 1)}, "use increasing layers"),
+    "no layer": ({"target_layer_ids": ()}, "use increasing layers"),
     "the embedding's output": ({"target_layer_ids": (-1, 2)}, "an entry of target_layer_ids is -1"),
-    "a mask beyond": ({"mask_token_id": 16}, "mask_token_id is 16: give one of the target's 16 tokens"),
+    "a mask beyond": ({"mask_token_id": 16}, "mask_token_id is 16: use one of the target's 16 tokens"),
     "heads in no groups": (
         {"num_attention_heads": 3, "num_key_value_heads": 2},
         "is not a multiple of num_key_value_heads",
     ),
-    "heads of no kernel": ({"head_dim": 8}, "head_dim is 8: give one of 32, 64"),
-    "a deep tree": ({"tokens": 2, "tree": ((0,), (0, 0), (0, 0, 0))}, "3 deep, but a forward drafts 2 tokens: shorten"),
+    "heads of no kernel": ({"head_dim": 8}, "head_dim is 8: use one of 32, 64"),
+    "a deep tree": ({"tokens": 2, "tree": ((0,), (0, 0), (0, 0, 0))}, "3 deep, but a pass drafts 2 tokens: shorten"),
     "a tree without a parent": ({"tree": ((1, 0),)}, r"tree path \[1, 0\] lacks its parent"),
     "no tokens": ({"tokens": 0}, "block_size is 0"),
     "DFlash from its anchor": ({"rank": 0}, "sample_from_anchor is true with a markov_rank of 0"),
@@ -382,14 +382,14 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "half a rope": (with_config(rope_parameters={"rope_type": "yarn"}), "are yarn with missing or wrong .*factor"),
     "another rope": (
         with_config(rope_scaling={"type": "xpos"}, rope_parameters=None),
-        "embeddings are xpos: give one of",
+        "embeddings are xpos: use one of",
     ),
     "ropes by layer": (with_config(rope_parameters={"full_attention": {"rope_theta": 5e5}}), "differ by type of layer"),
     "half heads": (with_config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
     "half heads, new": (with_config(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25}),
                         "partial_rotary_factor is 0.25"),
     "windows of no size": (with_config(layer_types=["sliding_attention"]), "sliding_window is None"),
-    "other layers": (with_config(layer_types=["chunked_attention"]), "layer_types is ['chunked_attention']: give full"),
+    "other layers": (with_config(layer_types=["chunked_attention"]), "layer_types is ['chunked_attention']: use full"),
     "windows of too few layers": (with_config(num_hidden_layers=2, layer_types=["sliding_attention"]),
                                   "for each of the 2 layers"),
     "windows not used": (with_config(layer_types=["sliding_attention"], sliding_window=3, use_sliding_window=False),
@@ -424,7 +424,7 @@ BROKEN["DFlash with a bias"] = with_config(architectures=["DFlashDraftModel"]), 
 BROKEN["fewer tokens"] = with_config(draft_vocab_size=8), "d2t is not a list of 8 whole numbers"
 BROKEN["as many tokens"] = (
     with_config(draft_vocab_size=17),
-    "draft_vocab_size is 17: give less than the target's 16 tokens",
+    "draft_vocab_size is 17: use less than the target's 16 tokens",
 )
 
 
@@ -442,9 +442,9 @@ def test_a_broken_folder_is_refused_in_one_sentence(target: CausalLM, tmp_path: 
 def test_a_dspark_draft_is_no_ordinary_one_nor_an_ordinary_one_a_dspark_draft(target: CausalLM, tmp_path: Path) -> None:
     tiny_dspark(target).save_pretrained(tmp_path / "dspark")
     tiny_model().save_pretrained(tmp_path / "draft")
-    with pytest.raises(ValueError, match="not a draft model: give it as dspark:"):
+    with pytest.raises(ValueError, match="not a draft model: pass it as dspark:"):
         load_draft(str(tmp_path / "dspark"), target, None)
-    with pytest.raises(ValueError, match="does not contain a DSpark draft: give draft:"):
+    with pytest.raises(ValueError, match="does not contain a DSpark draft: use draft:"):
         load_dspark(tmp_path / "draft", target)
     with pytest.raises(ValueError, match="there is no folder"):
         load_dspark(str(tmp_path / "nowhere"), target)

@@ -126,7 +126,7 @@ def test_a_finished_draft_goes_on_in_a_second_stage_on_what_the_loop_writes(work
     stored, found = (load_file(folder / "model.safetensors") for folder in (first, second))
     assert found.keys() == stored.keys() and not any(torch.equal(found[name], stored[name]) for name in found)
     configs = [json.loads((folder / "config.json").read_text()) for folder in (first, second)]
-    assert all(config.pop("headstart")["tree"] for config in configs) and configs[0] == configs[1]  # fitted anew
+    assert all(config.pop("headstart")["tree"] for config in configs) and configs[0] == configs[1]  # fitted again
 
 
 # --- states of the target on disk: a draft learns from them what it learns from the target itself ---------------------
@@ -160,7 +160,7 @@ def stored(
 def test_a_draft_learns_from_the_disk_what_it_learns_from_its_target(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its taps are 0 and 1; the state behind layer 2 is stored for the target's own distribution.
+    """Its taps are 0 and 1; the state after layer 2 is stored for the target's own distribution.
 
     The running target takes rows of other lengths one by one.
     """
@@ -211,7 +211,7 @@ def test_three_taps_of_320_numbers_take_less_than_1000_bytes_a_token_in_int8(tmp
 )
 def test_states_of_another_kind_are_refused(what: dict[str, Any], problem: str, tmp_path: Path) -> None:
     stored(target_of(), tmp_path)
-    with pytest.raises(ValueError, match=rf"features made with {problem}: give features.folder another folder"):
+    with pytest.raises(ValueError, match=rf"features made with {problem}: set features.folder to another folder"):
         stored(**{"target": target_of(), "folder": tmp_path, **what})
 
 

@@ -78,7 +78,7 @@ def test_a_draft_has_the_targets_rotary_base_and_epsilon_in_every_format(
 
 def test_the_last_layer_is_no_tap_of_a_new_draft() -> None:
     with pytest.raises(
-        ValueError, match=r"draft.dspark.taps is \[0, 1\], but .* cannot read the last layer: give .* 0 to 0"
+        ValueError, match=r"draft.dspark.taps is \[0, 1\], but .* cannot read the last layer: use .* 0 to 0"
     ):
         started(tiny_model("llama"), taps=(0, 1))
 
@@ -148,7 +148,7 @@ def test_where_all_ids_are_words_the_mask_is_a_byte_that_no_text_has() -> None:
 
 def test_the_mask_may_be_named_and_must_be_where_no_token_is_free() -> None:
     assert mask_token(tiny_tokenizer(), 16, "k") == WORDS.index("k")
-    with pytest.raises(ValueError, match="mask_token, 'zz', is not a token of the target: give an existing token"):
+    with pytest.raises(ValueError, match="mask_token, 'zz', is not a token of the target: use an existing token"):
         mask_token(tiny_tokenizer(), 16, "zz")
     with pytest.raises(ValueError, match="has no spare token for the mask: set draft"):
         mask_token(tiny_tokenizer(), 16)
@@ -234,7 +234,7 @@ def test_a_recipe_of_an_ordinary_draft_does_not_go_on_with_a_dspark_draft(stored
 # --- the tree ---------------------------------------------------------------------------------------------------------
 
 TEXT, PROMPT = (3, 1, 4, 1, 5, 9, 2, 6), 3
-"""The roots are the tokens 3 to 6: of four labels one is four tokens behind its root, of five labels none."""
+"""The roots are the tokens 3 to 6: of four labels one is four tokens after its root, of five labels none."""
 
 
 @pytest.mark.parametrize("together", [128, 2])

@@ -1,4 +1,4 @@
-"""The training of DSpark drafts: one forward of all blocks is many plain ones, and only labels are trained."""
+"""The training of DSpark drafts: one forward pass of all blocks is many plain ones, and only labels are trained."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,7 +41,7 @@ def gradients(objective: DSparkObjective) -> dict[str, Tensor]:
 def test_losses_and_gradients_are_those_of_one_plain_forward_for_each_anchor(
     family: str, kind: str, form: dict[str, Any]
 ) -> None:
-    """The plain forward is what the drafter computes, so that training and decoding have the same logits."""
+    """The plain forward pass is what the drafter computes, so that training and decoding have the same logits."""
     target = tiny_model(family).double()
     section = {name: form[name] for name in form if name not in WINDOWS}
     objective = objective_for(target, loss={kind: 1.0}, confidence=False, **section)

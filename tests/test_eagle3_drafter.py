@@ -185,16 +185,16 @@ def test_a_text_to_the_last_of_the_targets_positions_is_drafted_for_to_its_end()
 )
 def test_a_target_of_other_sizes_is_refused(deep: CausalLM, changes: dict[str, Any], problem: str) -> None:
     other = CausalLM(tiny_model(**{"num_hidden_layers": 4, **changes}))
-    with pytest.raises(ValueError, match=f"{problem}: give a draft trained on this target"):
+    with pytest.raises(ValueError, match=f"{problem}: use a draft trained on this target"):
         Engine(other, Eagle3Drafter(tiny_eagle3(deep))).decode([1, 2], DecodingConfig(4))
 
 
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"tokens": 0}, "tokens is 0: give at least 1"),
+        ({"tokens": 0}, "tokens is 0: use at least 1"),
         ({"tokens": 2, "tree": [[0]]}, "tree and tokens are both given"),
-        ({"tree": [[0], [5]]}, "the tree has 6 ranks, but the draft writes 4 tokens: give fewer"),
+        ({"tree": [[0], [5]]}, "the tree has 6 ranks, but the draft writes 4 tokens: use fewer"),
     ],
 )
 def test_drafts_that_cannot_be_drafted_are_refused(
@@ -203,5 +203,5 @@ def test_drafts_that_cannot_be_drafted_are_refused(
     draft = tiny_eagle3(tiny_llama, writes=(0, 2, 3, 7))
     with pytest.raises(ValueError, match=problem):
         Eagle3Drafter(draft, **settings)
-    with pytest.raises(ValueError, match="width is 5, but the draft writes 4 tokens: give at most 4"):
+    with pytest.raises(ValueError, match="width is 5, but the draft writes 4 tokens: use at most 4"):
         Eagle3TreeDrafter(draft, width=5)

@@ -254,12 +254,12 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         "eagle_config names the layers [0, 3, 6], which servers number in different ways",
     ),
     "both norms": (with_config(norm_before_fc=True, fc_norm=True), "norm_before_fc and fc_norm are both true"),
-    "a flag that is none": (with_config(norm_output=1), "norm_output is 1: give true or false"),
+    "a flag that is none": (with_config(norm_output=1), "norm_output is 1: use true or false"),
     "a nested one without the flag": (
         lambda folder: (folder / "config.json").write_text(json.dumps(NESTED)),
         "norm_before_residual is missing, for which servers have different defaults",
     ),
-    "falling taps": (with_config(eagle_aux_hidden_state_layer_ids=[5, 4, 2]), "[4, 3, 1]: give increasing layers"),
+    "falling taps": (with_config(eagle_aux_hidden_state_layer_ids=[5, 4, 2]), "[4, 3, 1]: use increasing layers"),
     "the embedding's output": (with_config(eagle_aux_hidden_state_layer_ids=[0, 4, 5]), "target_layer_ids is -1"),
     "a tap that is none": (with_config(eagle_aux_hidden_state_layer_ids=["2"]), "does not describe an EAGLE-3 draft"),
     "a tap beyond": (
@@ -275,7 +275,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}'),
         "hidden_size",
     ),
-    "more tokens than the target": (with_config(draft_vocab_size=17), "draft_vocab_size is 17: give at most the 16"),
+    "more tokens than the target": (with_config(draft_vocab_size=17), "draft_vocab_size is 17: use at most the 16"),
     "other tokens": (with_config(draft_vocab_size=6), "d2t is not a list of 6 whole numbers"),
     "no map": (with_tensors(lambda tensors: tensors.pop("d2t")), "d2t is not a list of 5 whole numbers"),
     "a map of ids": (
@@ -322,7 +322,7 @@ def test_an_eagle3_draft_is_no_ordinary_one_nor_an_ordinary_one_an_eagle3_draft(
 ) -> None:
     tiny_eagle3(target).save_pretrained(tmp_path / "eagle3")
     tiny_model().save_pretrained(tmp_path / "draft")
-    with pytest.raises(ValueError, match="not a draft model: give it as eagle3:"):
+    with pytest.raises(ValueError, match="not a draft model: pass it as eagle3:"):
         load_draft(str(tmp_path / "eagle3"), target, None)
-    with pytest.raises(ValueError, match="does not contain an EAGLE-3 draft: give draft:"):
+    with pytest.raises(ValueError, match="does not contain an EAGLE-3 draft: use draft:"):
         load_eagle3(tmp_path / "draft", target)

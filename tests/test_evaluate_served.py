@@ -303,7 +303,7 @@ def test_endpoints_of_two_models_are_named_and_one_that_changes_its_model_betwee
 def test_a_baseline_that_counts_drafts_is_named(tmp_path: Path) -> None:
     clock = Clock()
     report, _ = measured(tmp_path, Fake(clock, accepted=(1,)), Fake(clock, accepted=(1,)))
-    assert report["notes"] == ["The baseline server counted drafts: it speculates too, or it served other clients."]
+    assert report["notes"] == ["The baseline server counted drafts: it also speculates, or it served other clients."]
 
 
 @pytest.mark.parametrize(
@@ -329,9 +329,9 @@ def test_a_server_that_cannot_be_measured_is_one_sentence(tmp_path: Path, script
         ({"concurrency": (1, 16)}, "--concurrency 16 needs at least as many prompts, but there are 10: raise"),
         ({"settings": ("typical",)}, "--settings typical does not work with"),
         ({"baseline_endpoint": "http://127.0.0.1:9/v1"}, "--baseline-endpoint is the same as --endpoint"),
-        ({"model": None}, "give it as --model"),
+        ({"model": None}, "pass it as --model"),
         ({"endpoint": None, "model": None, "concurrency": (3,)}, "--concurrency does nothing without --endpoint"),
-        ({"endpoint": None, "model": None, "concurrency": (1, 2, 4, 8, 16)}, "nothing to evaluate: give --target"),
+        ({"endpoint": None, "model": None, "concurrency": (1, 2, 4, 8, 16)}, "nothing to evaluate: use --target"),
     ],
     ids=str,
 )

@@ -130,7 +130,7 @@ def test_a_report_of_other_weights_or_on_another_target_does_not_get_onto_a_card
     mine, out = stored_fingerprint(heads_folder), tmp_path / "out"
     write_json(heads_folder / "provenance.json", {"target": {"name": "org/target", "fingerprint": "feed"}})
     rejected = [
-        ({"rows": report_of()["rows"]}, "does not record the fingerprints of what it measured"),
+        ({"rows": report_of()["rows"]}, "does not record the fingerprints of the weights that it measured"),
         (report_of(draft="0" * 16), f"did not measure the heads in .*{mine}"),
         (report_of(heads="0" * 16), f"did not measure the heads in .*{mine}"),
         (report_of(heads=mine, target="0" * 16), r"measured with target 0{16}, but .* was trained for feed"),
@@ -185,13 +185,13 @@ def test_a_corrupted_draft_is_caught(draft_folder: Path, tmp_path: Path, monkeyp
 
 def test_every_format_refuses_what_it_cannot_hold(heads_folder: Path, draft_folder: Path, tmp_path: Path) -> None:
     for source, format in ((heads_folder, "draft"), (heads_folder, "gguf"), (draft_folder, "headstart")):
-        with pytest.raises(ValueError, match="does not accept that: give format"):
+        with pytest.raises(ValueError, match="does not accept that: use format"):
             export(source, tmp_path / "out", format)
-    with pytest.raises(ValueError, match="format is 'onnx': give one of headstart, dspark"):
+    with pytest.raises(ValueError, match="format is 'onnx': use one of headstart, dspark"):
         export(heads_folder, tmp_path / "out", "onnx")
     with pytest.raises(ValueError, match="format 'headstart' lacks the type 'f32': omit it"):
         export(heads_folder, tmp_path / "out", "headstart", type="f32")
-    with pytest.raises(ValueError, match="format 'gguf' lacks the type 'q4': give one of f32"):
+    with pytest.raises(ValueError, match="format 'gguf' lacks the type 'q4': use one of f32"):
         export(draft_folder, tmp_path / "out", "gguf", type="q4")
     assert not (tmp_path / "out").exists()
 
@@ -199,7 +199,7 @@ def test_every_format_refuses_what_it_cannot_hold(heads_folder: Path, draft_fold
 def test_a_source_without_weights_or_tokenizer_is_refused(
     heads_folder: Path, draft_folder: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=r"the folder .*nowhere does not exist: give the folder of a training run"):
+    with pytest.raises(ValueError, match=r"the folder .*nowhere does not exist: use the folder of a training run"):
         export(tmp_path / "nowhere", tmp_path / "out", "headstart")
     (heads_folder / "model.safetensors").rename(heads_folder / "model.bin")
     with pytest.raises(ValueError, match="contains no weights"):
@@ -339,12 +339,12 @@ def test_without_target_or_prompts_the_export_says_what_to_give(heads: Path, tmp
 
     elsewhere = told("1", target={"name": "org/none"})
     assert elsewhere.startswith("no prompts were decoded with the exported files: the target org/none cannot be ")
-    assert elsewhere.endswith("; give it as --target")
+    assert elsewhere.endswith("; pass it as --target")
     (tmp_path / "heldout.jsonl").unlink()
-    assert told("2").endswith("heldout.jsonl, is not on this machine; give a .jsonl file of prompts as --prompts")
+    assert told("2").endswith("heldout.jsonl, is not on this machine; use a .jsonl file of prompts as --prompts")
     assert "the held-out prompts of the training run are not recorded" in told("3", recipe={})
     (heads / "provenance.json").unlink()
-    assert "give it as --target" in export(heads, tmp_path / "bare", "headstart").compared[-1]
+    assert "pass it as --target" in export(heads, tmp_path / "bare", "headstart").compared[-1]
 
 
 def test_heads_that_read_back_otherwise_are_caught_by_their_logits(

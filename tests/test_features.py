@@ -99,7 +99,7 @@ def stored(tiny_llama: CausalLM, tmp_path: Path) -> FeatureStore:
 
 
 def written_at(folder: Path) -> dict[str, int]:
-    """When each file was written; a file that is written anew is another file."""
+    """When each file was written; a file that is written again is another file."""
     return {path.name: path.stat().st_ino for path in folder.glob("*.safetensors")}
 
 
@@ -295,7 +295,7 @@ def test_features_made_with_something_else_are_refused_by_its_name_before_anythi
     was, now = getattr(stored.identity, what), getattr(other, what)
     difference = f"other {what}" if what in ("target", "tokenizer", "data") else f"{what} {was} and not {now}"
     process, said = heard()
-    with pytest.raises(ValueError, match=rf"features made with {difference}: give features.folder another folder"):
+    with pytest.raises(ValueError, match=rf"features made with {difference}: set features.folder to another folder"):
         ensure_store(FeatureWriter(tiny_llama, other), EXAMPLES, tmp_path, SHARD_TOKENS, process)
     assert said.getvalue() == ""
 

@@ -107,10 +107,10 @@ def counts(steps: Sequence[Step]) -> list[tuple[tuple[int, ...], int, int, int]]
 
 def test_a_step_counts_what_was_accepted_offered_and_drafted(counting: CausalLM) -> None:
     drafter = ScriptedDrafter(
-        ((0, 1, 2), (2, 3, 9)),  # behind 1: a chain, the third wrong
-        ((0, 0, 2, 2), (9, 5, 9, 6)),  # behind 4: 5 is the second child, 6 the second child of it
-        ((), ()),  # behind 7: nothing
-        ((0, 0), (3, 3)),  # behind 8: duplicates, both wrong
+        ((0, 1, 2), (2, 3, 9)),  # after 1: a chain, the third wrong
+        ((0, 0, 2, 2), (9, 5, 9, 6)),  # after 4: 5 is the second child, 6 the second child of it
+        ((), ()),  # after 7: nothing
+        ((0, 0), (3, 3)),  # after 8: duplicates, both wrong
     )
     generation = Engine(counting, drafter).decode([0], DecodingConfig(10))
     assert generation.tokens == (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
@@ -250,7 +250,7 @@ def drafter_called(name: str) -> Drafter:
 
 @cache
 def exact_probabilities(target: CausalLM, sampling: SamplingConfig) -> dict[tuple[int, ...], float]:
-    """The probability of every text of LENGTH tokens behind the prompt."""
+    """The probability of every text of LENGTH tokens after the prompt."""
     level: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
         longer = {}

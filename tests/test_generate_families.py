@@ -81,7 +81,7 @@ def test_the_texts_of_these_tests_need_their_context(family: str) -> None:
 
 @pytest.mark.parametrize(("family", "attention"), FEW_ATTENTIONS)
 def test_ragged_batches_under_a_hostile_drafter_are_plain_greedy(family: str, attention: str) -> None:
-    """Mixtures of experts among them: which rows stand beside a row does not change its text."""
+    """Mixtures of experts among them: which rows stand next to a row does not change its text."""
     target, plain = CausalLM(model_of(family, attention)), plain_texts(family)
     right = [[*prompt, *text] for prompt, text in zip(RAGGED, plain, strict=True)]
     drafter = HostileDrafter(1, right[0], others=right[1:])
@@ -147,9 +147,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: T5ForConditionalGeneration(
             T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=1)
         ),
-        "^t5 is an encoder-decoder model: give a decoder-only",
+        "^t5 is an encoder-decoder model: use a decoder-only",
     ),
-    "both directions": (lambda: of("bert"), "^bert reads texts in both directions: give a causal LM"),
+    "both directions": (lambda: of("bert"), "^bert reads texts in both directions: use a causal LM"),
     "no lm_head": (lambda: LlamaModel(LlamaConfig(**_TINY)), "LlamaModel lacks an lm_head: load the model with Auto"),
 }
 
@@ -307,7 +307,7 @@ def test_a_cache_serves_any_prompts_after_calls_that_ended_anywhere(
     target = causal_lm(family)
     kept, text = target.new_cache(capacity), [chance.randrange(16) for _ in range(chance.randint(1, 8))]
     for _ in range(turns):
-        # Some beginning of all that was said, and something new behind it.
+        # Some beginning of all that was said, and something new after it.
         text = text[: chance.randint(0, len(text))][:40]
         prompt = [*text, *(chance.randrange(16) for _ in range(chance.randint(1, 5)))]
         wanted = plain_greedy(family, tuple(prompt))

@@ -431,10 +431,10 @@ def in_parts(metadata: dict[str, Any], tensors: dict[str, Any]) -> None:
     [
         (dropped, {}, r"stores [\d,]+ weights, but transformers reads [\d,]+, and 0 tensors .*original model"),
         (pruned, {}, r"stores [\d,]+ weights, but transformers reads [\d,]+, and 1 tensors .*original model"),
-        (of_mars, {}, "transformers cannot read .*architecture mars is not supported yet.*: give the folder"),
+        (of_mars, {}, "transformers cannot read .*architecture mars is not supported yet.*: use the folder"),
         (in_parts, {}, "is one of 3 parts: join them with llama-gguf-split --merge"),
-        (write, {"rope_parameters": LLAMA3_ROPE}, "would ignore that rotary embeddings are scaled.*: give the folder"),
-        (write, {"rope_parameters": YARN}, "would ignore that rotary embeddings are scaled.*: give the folder"),
+        (write, {"rope_parameters": LLAMA3_ROPE}, "would ignore that rotary embeddings are scaled.*: use the folder"),
+        (write, {"rope_parameters": YARN}, "would ignore that rotary embeddings are scaled.*: use the folder"),
     ],
 )
 def test_what_would_be_misread_is_refused_and_leaves_nothing(
@@ -461,12 +461,12 @@ def test_other_files_are_refused_before_anything_is_converted(
         file.write_bytes(content[:length])
         refused("is damaged or was not fetched completely .*: fetch it again")
     file.write_bytes(b"PK\x03\x04" + content[4:])
-    refused("is not a GGUF file: give a GGUF file")
+    refused("is not a GGUF file: use a GGUF file")
     file.write_bytes(content)
     monkeypatch.setattr(gguf_file, "find_spec", lambda name: None)
     refused(r"needs the package gguf: pip install 'headstart\[gguf\]'")
     file.unlink()
-    refused("there is no file .*: give a GGUF file, or ORG/NAME:FILE.gguf")
+    refused("there is no file .*: use a GGUF file, or ORG/NAME:FILE.gguf")
     assert not list(cache.glob("*/")), "a refused file leaves nothing, which might be as large as its weights"
 
 

@@ -75,7 +75,7 @@ def test_saved_and_loaded_heads_are_bit_equal_and_no_pickle(tmp_path: Path, conf
 @pytest.mark.parametrize(
     ("d2t", "problem"),
     [
-        (torch.tensor([0, 2, 1, 6]), "d2t in .* does not give increasing tokens of the target: give heads"),
+        (torch.tensor([0, 2, 1, 6]), "d2t in .* does not give increasing tokens of the target: use heads"),
         (torch.tensor([0, 2, 2, 13]), "d2t in .* does not give increasing tokens"),
         (torch.tensor([0, 2, 2]), "d2t is not a list of 4 whole numbers"),
         (torch.zeros(4), "d2t is not a list of 4 whole numbers"),
@@ -95,7 +95,7 @@ def test_a_wrong_list_of_the_tokens_that_heads_write_is_refused(
 
 @pytest.mark.parametrize("changes", [{"draft_vocab_size": 16}, {"draft_vocab_size": 4, "shared_lm_head": False}])
 def test_heads_of_few_tokens_have_fewer_than_the_target_and_share_their_lm_head(changes: dict[str, Any]) -> None:
-    problem = "give less than the target's 16 tokens, and heads with shared_lm_head"
+    problem = "use less than the target's 16 tokens, and heads with shared_lm_head"
     with pytest.raises(UserError, match=problem):
         replace(FEW, **changes)
 

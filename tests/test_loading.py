@@ -95,7 +95,7 @@ def test_another_tokenizer_is_refused_with_a_token_that_differs() -> None:
 
 def test_a_draft_of_another_tokenizer_is_loaded_only_where_that_is_asked_for(tmp_path: Path) -> None:
     target, folder = CausalLM(tiny_model(vocab=128)), str(saved(tmp_path / "draft"))
-    remedy = r"give this draft as other-tokenizer:.*/draft, which is slower$"
+    remedy = r"use this draft as other-tokenizer:.*/draft, which is slower$"
     with pytest.raises(ValueError, match=rf"is 0 in the draft and 1 in the target: .*{remedy}"):
         load_draft(folder, target, byte_tokenizer(shift=1))
     assert load_draft(folder, target, byte_tokenizer(shift=1), other_tokenizer=True).vocab_size == 128
@@ -150,11 +150,11 @@ def test_a_dtype_has_the_same_names_in_python_as_in_commands(tmp_path: Path, giv
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"dtype": "bf61"}, "^dtype is 'bf61': give one of fast, bf16, fp16, fp32$"),
-        ({"torch_dtype": torch.int8}, "^dtype is 'torch.int8': give one of fast"),
-        ({"dtype": 16}, "^dtype is '16': give one of fast"),
-        ({"device": "gpu"}, "^device is 'gpu', which cannot be used: .*: give cpu, cuda or cuda:N$"),
-        ({"device": "cuda:77"}, "^device is 'cuda:77', which cannot be used: .*: give cpu, cuda or cuda:N$"),
+        ({"dtype": "bf61"}, "^dtype is 'bf61': use one of fast, bf16, fp16, fp32$"),
+        ({"torch_dtype": torch.int8}, "^dtype is 'torch.int8': use one of fast"),
+        ({"dtype": 16}, "^dtype is '16': use one of fast"),
+        ({"device": "gpu"}, "^device is 'gpu', which cannot be used: .*: use cpu, cuda or cuda:N$"),
+        ({"device": "cuda:77"}, "^device is 'cuda:77', which cannot be used: .*: use cpu, cuda or cuda:N$"),
     ],
 )
 def test_a_wrong_argument_is_named_and_not_blamed_on_the_model(
@@ -211,14 +211,14 @@ def test_a_revision_stands_behind_an_at_sign(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("revision", ["", "../../../etc", "/etc", "a b", "a\\b", "a//b", "-x", "a:b"])
 def test_a_revision_that_would_leave_the_cache_is_refused(hub: FakeHub, revision: str) -> None:
-    with pytest.raises(ValueError, match="as revision: give ORG/NAME@ and a branch, a tag or a commit hash"):
+    with pytest.raises(ValueError, match="as revision: write ORG/NAME@ and a branch, a tag or a commit hash"):
         local_folder(f"{MODEL}@{revision}")
     assert hub.requests == []
 
 
 @pytest.mark.parametrize("file", ["../it.gguf", "a/../../it.gguf", "/etc/it.gguf"])
 def test_a_gguf_file_outside_its_repository_is_refused(hub: FakeHub, file: str) -> None:
-    with pytest.raises(UserError, match="which is outside the repository: give ORG"):
+    with pytest.raises(UserError, match="which is outside the repository: write ORG"):
         local_folder(f"{MODEL}:{file}")
     assert hub.requests == []
 

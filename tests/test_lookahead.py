@@ -1,4 +1,4 @@
-"""Lookahead decoding: its window and pool beside a naive Jacobi iteration, and what it gains and waits for."""
+"""Lookahead decoding: its window and pool compared with a naive Jacobi iteration, and what it gains and waits for."""
 
 import random
 from collections.abc import Sequence

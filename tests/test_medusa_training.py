@@ -97,7 +97,7 @@ def test_the_tree_is_chosen_by_the_heads_accuracies(counting: CausalLM, monkeypa
 
 
 def own_distribution(model: torch.nn.Module, tokens: Sequence[int], ahead: int) -> torch.Tensor:
-    """The model's distribution of the token ``ahead`` of each position that has one, from a forward of its own."""
+    """The model's distribution of the token ``ahead`` of each position that has one, from a separate forward pass."""
     return full_forward(model, tokens)[ahead - 1 : -1].softmax(-1)
 
 

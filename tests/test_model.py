@@ -1,4 +1,4 @@
-"""`speculate`, and `HeadstartModel.generate` beside transformers' own on the same inputs."""
+"""`speculate`, and `HeadstartModel.generate` compared with transformers' own on the same inputs."""
 
 from pathlib import Path
 from typing import Any
@@ -289,13 +289,13 @@ def test_a_dict_holds_the_sequences_and_what_speculation_brought(target: CausalL
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 4}, "num_beams is 4, which is not supported: beam search"),
-    "an assistant": ({"assistant_model": object()}, "assistant_model is given.*not supported"),
+    "an assistant": ({"assistant_model": object()}, "assistant_model is set.*not supported"),
     "a misspelt name": (
         {"max_new_token": 4, "temprature": None},
         "generate does not take max_new_token: check the spelling",
     ),
     "several greedy texts": ({"num_return_sequences": 2}, "num_return_sequences"),
-    "a mask of another shape": ({"attention_mask": MASK}, r"attention_mask has shape \(3, 6\): give .*, \(1, 6\)"),
+    "a mask of another shape": ({"attention_mask": MASK}, r"attention_mask has shape \(3, 6\): use .*, \(1, 6\)"),
     "padding on the right": ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0]])}, "pad on the left"),
     "stop strings without a tokenizer": ({"stop_strings": "a"}, "stop strings need the tokenizer"),
     "a rule for sampling": ({"rule": "typical"}, "the typical acceptance rule needs a temperature above 0"),
@@ -330,7 +330,7 @@ def test_a_prompt_that_begins_with_the_pad_token_needs_a_mask() -> None:
     model = tiny_model("llama")
     model.generation_config = GenerationConfig(bos_token_id=7)
     target, prompt = CausalLM(model), torch.tensor([[7, 4, 5]])
-    with pytest.raises(ValueError, match="begins with the pad token 7: give the attention_mask"):
+    with pytest.raises(ValueError, match="begins with the pad token 7: pass the attention_mask"):
         speculate(target, None, prompt, pad_token_id=7, max_new_tokens=3)
     whole = speculate(target, None, prompt, torch.ones_like(prompt), pad_token_id=7, max_new_tokens=3, eos_token_ids=())
     assert whole.generations[0].tokens == naive_greedy(model, [7, 4, 5], 3)

@@ -94,7 +94,7 @@ def test_rows_in_another_container_are_refused_with_the_one_that_is_read(tmp_pat
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"rows\.parquet is Parquet, but rows are copied from \.jsonl files only"):
         list(read_lines(tmp_path / "rows.parquet"))
-    with pytest.raises(ValueError, match=r"is a folder: give a \.jsonl file, with one JSON object per line"):
+    with pytest.raises(ValueError, match=r"is a folder: use a \.jsonl file, with one JSON object per line"):
         list(read_rows(tmp_path))
     with pytest.raises(ValueError, match=r"rows\.parquet is not a readable Parquet file"):
         read_prompts(tmp_path / "rows.parquet", tiny_tokenizer(), 5)

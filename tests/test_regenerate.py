@@ -148,7 +148,7 @@ def test_an_answer_that_is_cut_off_is_marked_and_ends_its_conversation(models: P
     summary = regenerate(options(tmp_path, models / "chat", [["a", "j"]], max_new_tokens=3))
     (row,) = rows(tmp_path / "answers.jsonl")
     assert contents(row) == ["a", "b c d"] and row["truncated"] and row["answer_tokens"] == [[5, 6, 7]]
-    assert summary.truncated == 1 and summary.unasked == 1  # nothing is asked behind half an answer
+    assert summary.truncated == 1 and summary.unasked == 1  # nothing is asked after half an answer
 
 
 def test_an_answer_that_training_would_refuse_is_set_aside(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_two_runs_do_not_write_one_file_together(tmp_path: Path) -> None:
     ("change", "complaint"),
     [
         ({"target": None}, "--target to decode in this process, or --endpoint"),
-        ({"target": None, "endpoint": ["http://127.0.0.1:9/v1"]}, "give it as --model"),
+        ({"target": None, "endpoint": ["http://127.0.0.1:9/v1"]}, "pass it as --model"),
         (
             {"target": None, "endpoint": ["http://127.0.0.1:9/v1"], "model": "m", "drafter": "lookup"},
             "--drafter does nothing with --endpoint",

@@ -138,13 +138,13 @@ MISTAKES = {
     "lokup": "no drafter is called 'lokup': choose one of heads, draft, draft-tree, dspark, eagle3, eagle3-tree",
     "distilgpt2": f"no drafter is called 'distilgpt2': choose one of {', '.join(REGISTRY)}, or draft:distilgpt2 for a",
     "lookup:ngrams=3": "the drafter lookup does not take 'ngrams': choose among tokens, ngram, min_ngram, branches",
-    "lookup:ngram=0": "the drafter lookup is given ngram=0: give a whole number of at least 1",
-    "heads": "'heads' lacks the path of the weights: give heads:PATH, a folder or Hub id of heads",
-    "lookahead:window=0": "the drafter lookahead is given window=0: give a whole number of at least 1",
-    "lookahead:x,window=2": "'lookahead:x,window=2' gives a path, x, but lookahead reads no weights: remove the path",
-    "cascade:x": "'cascade:x' lacks small: give cascade:PATH,small=PATH, a folder or Hub id of a draft",
-    "cascade:x,small=": "the drafter cascade is given small=: give a folder or Hub id of a draft",
-    "hybrid:x,of=lookup": "the drafter hybrid is given of=lookup: give one of heads, draft, draft-tree",
+    "lookup:ngram=0": "the drafter lookup is given ngram=0: use a whole number of at least 1",
+    "heads": "'heads' lacks the path of the weights: write heads:PATH with a folder or Hub id of heads",
+    "lookahead:window=0": "the drafter lookahead is given window=0: use a whole number of at least 1",
+    "lookahead:x,window=2": "'lookahead:x,window=2' has the path x, but lookahead does not read weights: remove",
+    "cascade:x": "'cascade:x' lacks small: write cascade:PATH,small=PATH, a folder or Hub id of a draft",
+    "cascade:x,small=": "the drafter cascade is given small=: use a folder or Hub id of a draft",
+    "hybrid:x,of=lookup": "the drafter hybrid is given of=lookup: use one of heads, draft, draft-tree",
 }
 
 
@@ -156,7 +156,7 @@ def test_a_mistake_in_a_spec_is_one_sentence(text: str) -> None:
 
 
 def test_a_drafter_by_text_needs_the_targets_tokenizer(models: Path, target: CausalLM) -> None:
-    with pytest.raises(ValueError, match="the target's is missing: give it as tokenizer"):
+    with pytest.raises(ValueError, match="the target's is unknown: pass the latter as tokenizer"):
         DrafterLoader(target).load(parse_drafter(f"other-tokenizer:{models}/stranger"))
 
 
@@ -167,7 +167,7 @@ def test_weights_are_read_once_however_many_drafters_share_them(models: Path, ta
         cast(Any, loader.load(parse_drafter(text))) for text in (*specs, f"draft:{models}/smaller")
     )
     assert chain.draft is tree.draft is cascade.draft and cascade.small is small.draft
-    with pytest.raises(ValueError, match="both drafts of the cascade are the same model: give a smaller one as small"):
+    with pytest.raises(ValueError, match="both drafts of the cascade are the same model: use a smaller one as small"):
         loader.load(parse_drafter(f"cascade:{models}/draft,small={models}/draft"))
 
 
@@ -187,9 +187,9 @@ def test_weights_in_memory_make_the_same_drafters(target: CausalLM) -> None:
     smaller = CausalLM(tiny_model(vocab=130, seed=2))
     cascade = named_drafter("cascade", draft, small=smaller, small_tokens=2)
     assert isinstance(cascade, CascadeDrafter) and (cascade.draft, cascade.small) == (draft, smaller)
-    with pytest.raises(ValueError, match="ngram is 1: give at least 2"):
+    with pytest.raises(ValueError, match="ngram is 1: use at least 2"):
         named_drafter("lookahead", ngram=1)
     with pytest.raises(ValueError, match="no drafter is called 'drafts'"):
         named_drafter("drafts", draft)
-    with pytest.raises(ValueError, match="give of=NAME, one of heads, draft, draft-tree"):
+    with pytest.raises(ValueError, match="write of=NAME with one of heads, draft, draft-tree"):
         named_drafter("hybrid", draft, lookup_tokens=3)

@@ -173,7 +173,7 @@ def test_what_a_template_ignores_is_told_and_leaves_no_empty_answer_to_train(
         ({"role": "critic", "content": "No"}, "line 1: a message is from 'critic': use one of user, human"),
         ({"from": "critic", "value": "No"}, "line 1: a message is from 'critic': use one of user, human"),
         ({**NO, "weight": 0.5}, "line 1: a message has 0.5 as its weight: use 0 or 1"),
-        ({**NO, "thinking": "a", "reasoning": "b"}, "line 1: a message has different texts as its reasoning"),
+        ({**NO, "thinking": "a", "reasoning": "b"}, "line 1: a message has two different reasoning texts"),
         ({"role": "assistant", "content": None, "tool_calls": []}, "line 1: a message is .*without text"),
     ],
 )
@@ -218,7 +218,7 @@ def test_columns_that_nobody_reads_are_reported_once_with_their_rows(
 
 
 def test_regenerate_reports_columns_too_and_the_target_hears_the_system_message(tmp_path: Path) -> None:
-    """Answers are written anew, so theirs are no loss."""
+    """Answers are written again, so theirs are no loss."""
     counting_model(128).save_pretrained(tmp_path / "target")
     byte_tokenizer(TOOL_TEMPLATE).save_pretrained(tmp_path / "target")
     output = io.StringIO()

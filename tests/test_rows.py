@@ -25,7 +25,7 @@ def fields_of(name: Path | str, split: str = "train") -> list[dict[str, Any]]:
 
 @pytest.fixture
 def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The datasets library with a cache of its own."""
+    """The datasets library with a separate cache."""
     import datasets as library
 
     monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", tmp_path / "cache")

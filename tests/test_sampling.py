@@ -1,4 +1,4 @@
-"""From logits to probabilities, beside transformers' own processors."""
+"""From logits to probabilities, compared with transformers' own processors."""
 
 from typing import Any
 

@@ -192,7 +192,7 @@ def test_faults_of_prompts(text: str, tokens: Any, truncated: bool, fault: str |
 def test_a_target_that_says_one_thing_for_ever_is_given_up_with_the_counts(models: Path, tmp_path: Path) -> None:
     """After <user> it writes <assistant>, all letters, <unk> and <eos>."""
     with pytest.raises(
-        ValueError, match=r"hardly writes prompts \(256 draws, 0 prompts, 256 with control tokens\): give a file"
+        ValueError, match=r"hardly writes prompts \(256 draws, 0 prompts, 256 with control tokens\): use a file"
     ):
         regenerate(options(tmp_path, models / "counting", "self:3", batch_size=64))
     assert not (tmp_path / "answers.jsonl").exists()
@@ -214,10 +214,10 @@ def test_the_opening_has_the_templates_system_message_and_the_end_is_the_token_a
 @pytest.mark.parametrize(
     ("template", "complaint"),
     [
-        (None, "has no chat template, so it cannot write prompts: give a file of texts"),
+        (None, "has no chat template, so it cannot write prompts: use a file of texts"),
         ("{{ raise_exception('no system message') }}", "rejects a user's turn: no system message"),
         (UNENDED.replace("<assistant> {% endif", "a {% endif"), "must follow the message, not 'a'"),
-        ("<user> {% for message in messages %}{{ message.role }}{% endfor %}<eos>", "not nothing: give a file"),
+        ("<user> {% for message in messages %}{{ message.role }}{% endfor %}<eos>", "not nothing: use a file"),
     ],
 )
 def test_a_target_whose_template_shows_no_users_turn_is_refused(
@@ -245,7 +245,7 @@ def test_the_forms_of_a_request(given: str, found: SelfWritten | None) -> None:
 
 @pytest.mark.parametrize("given", ["self:", "self:0", "self:many", "self:3,turns=0", "self:3,except=", "self:3,seed=1"])
 def test_a_malformed_request_is_refused(given: str) -> None:
-    with pytest.raises(ValueError, match=r"is malformed: give self:COUNT\[,turns=N\]\[,except=FILE\]"):
+    with pytest.raises(ValueError, match=r"is malformed: write self:COUNT\[,turns=N\]\[,except=FILE\]"):
         read_request(given)
 
 
@@ -294,5 +294,5 @@ def test_a_server_alone_lacks_the_template_and_is_refused(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="--prompt-field does nothing if the target writes the prompts"):
         regenerate(replace(chosen, target="x", prompt_field="question"))
     source = write_rows(tmp_path / "p.jsonl", [{"prompt": "a"}])
-    with pytest.raises(ValueError, match="give one source of answers"):
+    with pytest.raises(ValueError, match="use one source of answers"):
         regenerate(replace(chosen, prompts=source, target="x"))

@@ -205,7 +205,7 @@ def test_a_server_on_this_machine_is_not_looked_for_through_a_proxy(monkeypatch:
 
 @pytest.fixture
 def no_openai(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Importing openai fails, and what may import it is imported anew; all is as before afterwards."""
+    """Importing openai fails, and what may import it is imported again; all is as before afterwards."""
 
     def drop() -> dict[str, ModuleType]:
         parts = ("trainer.servers.", "trainer.commands.", "trainer.target.connection", "trainer.target.endpoint")

@@ -103,7 +103,7 @@ def test_every_token_that_was_run_comes_with_its_states(target: CausalLM, batch_
 
 
 def test_a_prompt_that_continues_a_cached_text_comes_with_all_its_states(target: CausalLM) -> None:
-    """They are kept with the cache; behind a turn of another drafter, which kept none, the text runs again."""
+    """They are kept with the cache; after a turn of another drafter, which kept none, the text runs again."""
     kept, text, held = target.new_cache(8), [3, 1, 4], 0
     for turn in range(5):
         drafter = Reading(hostile(target)) if turn != 2 else None

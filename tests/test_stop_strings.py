@@ -81,7 +81,7 @@ WAYS: dict[str, Callable[[CausalLM, Any], Any]] = {
     "speculate": lambda target, prompt: speculate(target, None, [prompt], max_new_tokens=4, pad_token_id=0),
 }
 WRONG = {
-    "a text": ("ab c", r"a prompt is 'ab c', not a list of token ids: give tokenizer\(text\)\['input_ids'\]"),
+    "a text": ("ab c", r"a prompt is 'ab c', not a list of token ids: use tokenizer\(text\)\['input_ids'\]"),
     "a number": (3, "a prompt is 3, not a list of token ids"),
     "floats": ([1, 2.0], "a prompt contains 2.0, a float, but token ids are integers"),
     "beyond the vocabulary": ([1, 16], r"token 16 is outside the target's vocabulary \(0 to 15\): use the target's"),

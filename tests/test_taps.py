@@ -1,4 +1,4 @@
-"""Taps: the states behind a model's layers are those of `transformers`, family by family and pass by pass."""
+"""Taps: the states after a model's layers are those of `transformers`, family by family and pass by pass."""
 
 import threading
 from contextlib import ExitStack
@@ -37,7 +37,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
 @pytest.mark.parametrize("static", [None, "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_states_behind_a_layer_are_those_of_transformers_in_every_pass(family: str, static: str | None) -> None:
-    """Prompts of a ragged batch, a chain and a tree behind each, in shapes as they come and in fixed ones."""
+    """Prompts of a ragged batch, a chain and a tree after each, in shapes as they come and in fixed ones."""
     model = CausalLM(model_of(family), static=static)
     cache = model.new_cache(32, len(TEXTS))
     output = model.prefill(TEXTS, cache, taps=TAPS)

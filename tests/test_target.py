@@ -41,7 +41,7 @@ def causal_lm(family: str, attention: str | None = None) -> CausalLM:
 
 @cache
 def alone(family: str, text: tuple[int, ...]) -> Tensor:
-    """What a plain forward over this text writes last, (vocab,)."""
+    """What a plain forward pass over this text writes last, (vocab,)."""
     return full_forward(causal_lm(family).model, text)[-1]
 
 
@@ -138,7 +138,7 @@ def test_each_row_runs_its_tree_in_parts_of_its_own(seed: int, lengths: list[int
             torch.testing.assert_close(logits[row, node - skipped], wanted, **FLOAT)
 
 
-# --- what stands beside a row ----------------------------------------------------------------------------------------
+# --- what stands next to a row ----------------------------------------------------------------------------------------
 
 
 def test_a_slot_is_prefilled_while_other_rows_hold_text() -> None:
@@ -217,7 +217,7 @@ def test_masks_of_trees_of_different_shapes_behind_prefixes_of_different_lengths
 
 def test_a_window_is_counted_in_positions_of_the_text_not_in_keys(tiny_llama: CausalLM) -> None:
     # A window of two: a node looks at its own position and the one before. The root has two children; the second,
-    # the third key of the tree but one position behind the root, has a child, and this has one.
+    # the third key of the tree but one position after the root, has a child, and this has one.
     deep = TreeShape((-1, 0, 0, 2, 3))
     lines = ["..xx....", "...xx...", "...x.x..", ".....xx.", "......xx"]
     assert seen(tiny_llama, [deep], [3], window=2) == [lines]

@@ -279,7 +279,7 @@ def length_differences(
     ]
 
 
-# --- the rules beside one another -----------------------------------------------------------------------------------
+# --- the rules next to one another -----------------------------------------------------------------------------------
 
 
 def block_forwards(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
@@ -456,7 +456,7 @@ def stopping_at_the_first_failure(proposal: Proposal, p: Tensor, source: RandomS
 
 
 def a_draw_per_child(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
-    """Sampled verification that draws anew for each child of a shared node."""
+    """Sampled verification that draws again for each child of a shared node."""
     tree, path, node = proposal.tree, [], 0
     while True:
         drawn = [source.draw(p[node]) for _ in tree.shape.children[node]] or [source.draw(p[node])]

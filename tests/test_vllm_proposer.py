@@ -78,7 +78,7 @@ def state_before(text: list[int]) -> Tensor:
 
 
 def own_chain(heads: MedusaHeads, target: Target, text: list[int]) -> list[int]:
-    """The chain of `decoding`'s heads behind a text."""
+    """The chain of `decoding`'s heads after a text."""
     tokens = text[-1:]
     for k in range(HEADS):
         before = torch.tensor(tokens[-1]) if heads.markov is not None else None
@@ -184,13 +184,13 @@ def test_what_does_not_fit_is_one_sentence_before_a_weight_is_read(tmp_path: Pat
     write_heads(tmp_path)
     folder = str(tmp_path)
     for given, sizes, complaint in [
-        (None, {}, r"has headstart None: give --additional-config '\{\"headstart\":\{\"heads\":FOLDER\}\}'"),
+        (None, {}, r"has headstart None: use --additional-config '\{\"headstart\":\{\"heads\":FOLDER\}\}'"),
         ({"heads": folder, "depth": 0}, {}, "'depth': 0.*depth and ngram of at least 1"),
         ({"heads": folder, "tree": 1}, {}, "'tree': 1"),
         ({"heads": "/nowhere"}, {}, "/nowhere contains no headstart heads"),
-        ({"heads": folder}, {"hidden_size": 16}, "have hidden_size 8, but the target has 16: give heads that"),
+        ({"heads": folder}, {"hidden_size": 16}, "have hidden_size 8, but the target has 16: use heads that"),
         ({"heads": folder}, {"vocab_size": 13}, "have vocab_size 12, but the target has 13"),
-        ({"heads": folder}, {"tokens": 4}, "num_speculative_tokens is 4 but there are 3 heads: give at most 3"),
+        ({"heads": folder}, {"tokens": 4}, "num_speculative_tokens is 4 but there are 3 heads: use at most 3"),
         ({"heads": folder, "depth": 4, "ngram": 2}, {"tokens": 5}, r"headstart\.depth is 4 but there are 3"),
     ]:
         with pytest.raises(ValueError, match=complaint):

@@ -33,7 +33,7 @@ def test_the_commonest_tokens_by_hand() -> None:
     assert most_frequent_tokens(texts, 7, 10) == (0, 1, 2, 3, 5, 7, 9), "the texts have five: then the lowest ids"
     assert most_frequent_tokens(texts, 99, 10) == tuple(range(10)), "there are no more"
     assert most_frequent_tokens([], 2, 10, always=(4,)) == (0, 4)
-    with pytest.raises(ValueError, match="count is 1: give at least 1, and at least the 2"):
+    with pytest.raises(ValueError, match="count is 1: use at least 1, and at least the 2"):
         most_frequent_tokens([[1]], 1, 10, (3, 4))
 
 

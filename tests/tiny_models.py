@@ -69,7 +69,7 @@ FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
     "qwen3": _of(Qwen3Config, num_key_value_heads=1, head_dim=8),
     "gpt2": lambda **changes: GPT2Config(**{"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 96, **changes}),
     "gpt-neox": _of(GPTNeoXConfig),
-    # Two of four experts per token: which ones must not depend on the rows beside it.
+    # Two of four experts per token: which ones must not depend on the rows next to it.
     "qwen3-moe": _of(Qwen3MoeConfig, num_key_value_heads=1, head_dim=8, **_EXPERTS),
     # Softcapping, which only its eager attention does; the softcap is low enough to bend these large weights' scores.
     "gemma2": _of(Gemma2Config, **_GEMMA, attn_logit_softcapping=5.0),
@@ -135,7 +135,7 @@ def full_forward(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
 
 
 def naive_greedy(model: PreTrainedModel, prompt: Sequence[int], count: int, penalty: float = 1.0) -> tuple[int, ...]:
-    """Decode ``count`` tokens by argmax; each of them takes a forward over the whole text."""
+    """Decode ``count`` tokens by argmax; each of them takes a forward pass over the whole text."""
     text = list(prompt)
     for _ in range(count):
         logits = full_forward(model, text)[-1].clone()
@@ -147,7 +147,7 @@ def naive_greedy(model: PreTrainedModel, prompt: Sequence[int], count: int, pena
 
 @contextmanager
 def positions_run(model: PreTrainedModel) -> Iterator[list[int]]:
-    """Yield a list that grows by the number of positions of every forward of the model."""
+    """Yield a list that grows by the number of positions of every forward pass of the model."""
     run: list[int] = []
     handle = model.get_input_embeddings().register_forward_pre_hook(lambda module, args: run.append(args[0].shape[1]))
     try:

@@ -1,6 +1,7 @@
 """Training and export of Medusa heads and distilled drafts. Imports decoding, never the reverse.
 
-``__init__.pyi`` has the public names, which load on first use, to keep ``import trainer`` from waiting for PyTorch.
+``__init__.pyi`` lists the public names. They are imported on first use, so ``import trainer`` does not wait for
+PyTorch.
 """
 
 from decoding.lazy import lazy_names

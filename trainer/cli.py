@@ -19,8 +19,8 @@ app = typer.Typer(
     epilog=f"Exit codes: {exit_code_line()}.",
     cls=Group,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # at 80 columns its boxes wrap help texts to one word per line
-    # For an option without a value typer imports pydantic, the slowest import here; these defaults avoid it.
+    rich_markup_mode=None,  # at 80 columns its boxes would wrap help texts to one word per line
+    # For an option without a value typer would import pydantic, the slowest import here; these defaults avoid that.
     context_settings={
         "default_map": {"help": False, "install_completion": False, "show_completion": False, "data": {"help": False}}
     },
@@ -125,7 +125,7 @@ def inspect(options: option_sets.InspectOptions) -> None:
 def generate(options: option_sets.GenerateOptions) -> bool:
     """Write a text, coloured by who wrote it. The speed-up goes to standard error.
 
-    Accepted draft tokens are green, the target's are bold. Only the text goes to standard output.
+    Accepted draft tokens are green, and the target's tokens are bold. Only the text goes to standard output.
     """
     with waiting("starting"):
         from trainer.commands.chat import run_generate
@@ -142,7 +142,7 @@ def generate(options: option_sets.GenerateOptions) -> bool:
 def chat(options: option_sets.ChatOptions) -> bool:
     """Answer questions in one conversation.
 
-    Accepted draft tokens are green, the target's are bold. When piped in, each line is a question.
+    Accepted draft tokens are green, and the target's tokens are bold. If input is piped in, each line is a question.
     """
     with waiting("starting"):
         from trainer.commands.chat import run_chat
@@ -195,7 +195,7 @@ def evaluate(options: option_sets.EvaluateOptions) -> None:
 def plan(options: option_sets.PlanOptions) -> None:
     """Choose drafter, depth and tree by costs measured here.
 
-    Without a drafter it says what training one would bring, at every batch size.
+    Without a drafter it predicts, for every batch size, what training a drafter would gain.
     """
     from trainer.commands.plan import run_plan
 
@@ -233,7 +233,7 @@ def verify(options: check_options.VerifyOptions) -> bool:
     "  --endpoint http://localhost:8000/v1 --model NAME",
 )
 def diagnose(options: check_options.DiagnoseOptions) -> bool:
-    """Find out why a speculator is good here but poor in a server. Exit code 1: they differ."""
+    """Find out why a speculator works here but badly in a server. Exit code 1: they differ."""
     from trainer.commands.diagnose import run_diagnose
 
     return run_diagnose(options)

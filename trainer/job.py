@@ -34,7 +34,7 @@ class Job:
 
     Target, data and drafts appear as digests of their initial content, not as paths."""
     policy_source: Callable[[Process], BatchSource] | None = None
-    """Makes a source of texts written during training; None trains on the answers in the data."""
+    """Makes a source of texts that are written during training; None means training on the answers in the data."""
 
     def source(self, process: Process) -> BatchSource:
         """Return the source of training batches."""

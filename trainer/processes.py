@@ -1,9 +1,9 @@
-"""The processes of a run: how they are launched, and how an error on one reaches all.
+"""The processes of a run: how they are launched, and how an error on one process reaches all.
 
-accelerate silently replaces some combinations of launcher and devices; we reject such combinations.
+accelerate silently replaces some combinations of launcher and devices by others; we reject such combinations.
 
-Every process calls `agreed`, `on_first` and the like in the same order, and calls may nest. One process's error reaches
-the others at their next such call, and nobody waits for a process that has stopped.
+Every process calls `agreed`, `on_first` and similar functions in the same order; calls may be nested. The error of one
+process reaches the others at their next such call, and no process waits for one that has stopped.
 """
 
 import importlib.util
@@ -28,9 +28,9 @@ from decoding.errors import UserError
 from trainer.terminal.console import say, standard_error
 
 TIMEOUT = timedelta(minutes=30)
-"""Time without a sign from a process after which the others give up on it."""
+"""If a process gives no sign for this time, the others stop waiting for it."""
 _SIGN_EVERY = 60.0  # seconds
-_AGREED = "every process has this error, or one that names it"
+_AGREED = "every process has this error, or an error that names it"
 
 Result = TypeVar("Result")
 
@@ -68,14 +68,14 @@ def any_process(flag: bool) -> bool:
 
 
 def agreed(work: Callable[[], Result], patient: bool = False) -> Result:
-    """Return what ``work`` returns; an error on one process becomes an error on all.
+    """Return the result of ``work``; an error on one process becomes an error on all.
 
     ``patient`` allows one process to take hours longer than another; ``work`` must then send nothing to the others.
     """
     if _is_alone():
         return work()
     if patient:
-        _raise_on_all(None)  # fails here if another process failed earlier
+        _raise_on_all(None)  # this call fails if another process failed before
     with _in_touch() if patient else nullcontext() as wait_for_all:
         result, error = None, None
         try:
@@ -144,7 +144,7 @@ def _in_touch() -> Iterator[Callable[[], None]]:
 
 
 def build_accelerator(mixed_precision: str = "no", **options: Any) -> Accelerator:
-    """Return the accelerator for the launcher in use; ``mixed_precision`` is ``no`` or ``bf16``.
+    """Return the accelerator for the launcher that is used; ``mixed_precision`` is ``no`` or ``bf16``.
 
     Raises UserError if accelerate starts anything but what the launcher asked for.
     """
@@ -158,7 +158,7 @@ def build_accelerator(mixed_precision: str = "no", **options: Any) -> Accelerato
             group["backend"] = "gloo"
             _leave_out_compiled_communication()
     precision = "no" if deepspeed else mixed_precision  # ZeRO would round trained weights: see `run.distributed`
-    # Gradients as views of DDP's buckets save one copy of all gradients.
+    # As views of DDP's buckets, the gradients exist only once.
     handlers = [InitProcessGroupKwargs(**group), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers, **options)
     _check_type(accelerator, deepspeed, fsdp)
@@ -167,7 +167,7 @@ def build_accelerator(mixed_precision: str = "no", **options: Any) -> Accelerato
     if deepspeed:
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-        # Under ZeRO-3 transformers would shard every model it loads, but we need the frozen target whole.
+        # Under ZeRO-3 transformers would shard every model that it loads, but we need the whole frozen target.
         unset_hf_deepspeed_config()
     return accelerator
 
@@ -194,7 +194,7 @@ def join_processes() -> Accelerator | None:
 def sharded_precision(mixed_precision: str) -> MixedPrecisionPolicy:
     """Return FSDP2's precision: products in bf16 if the recipe asks for it, sums of gradients and losses in fp32.
 
-    accelerate's bf16 policy rounds the sums too: 16,700.1 would come back as 16,640.
+    accelerate's bf16 policy would also round the sums: 16,700.1 would come back as 16,640.
     """
     if mixed_precision == "no":
         return MixedPrecisionPolicy()
@@ -219,9 +219,9 @@ def zero_stage(accelerator: Accelerator) -> int:
 
 
 def _meet_apart_from_the_dead() -> None:
-    """Give processes that torchrun has restarted a fresh port to meet at.
+    """Choose a new meeting port for processes that torchrun has restarted.
 
-    Otherwise they reuse the previous attempt's store and wait for the dead processes listed in it
+    Otherwise they would reuse the store of the previous attempt and wait for the dead processes in it
     (pytorch/pytorch#135712). Raises UserError for several machines: their attempt counts may differ.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or torch.distributed.is_initialized():
@@ -258,7 +258,7 @@ def _check_deepspeed() -> None:
 
 
 def _leave_out_compiled_communication() -> None:
-    """Use gloo's all-reduce on CPUs: DeepSpeed would spend half a minute compiling its shared-memory one."""
+    """Use gloo's all-reduce on CPUs, because DeepSpeed would compile its own for half a minute."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

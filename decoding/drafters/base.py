@@ -18,14 +18,15 @@ from decoding.rules.tree import Proposal, ProposalKind, TokenTree
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """Request for one row's tree, within these bounds.
+    """A request for the tree of one row, with its bounds.
 
     ``tokens`` is the whole text with its prompt; its last token is the tree's root. ``hidden`` is the input of the
-    target's lm_head from which that token was written. ``max_depth`` limits the drafted tokens of a path; it is 0 if
-    the row is full. ``max_nodes`` counts the root.
+    target's lm_head from which that token was written. ``max_depth`` limits the drafted tokens on a path; it is 0 if
+    the row has no room left. ``max_nodes`` includes the root.
 
-    ``states`` is for drafters with `Drafter.taps`: the target's states after these layers, concatenated, at the tokens
-    since the row's last request, including the prompt's. The newest token has not been run yet and lacks states.
+    ``states`` is for drafters with `Drafter.taps`: the target's states after these layers, concatenated, at all tokens
+    since the row's last request, including the prompt. The newest token has no states, because the target has not run
+    it yet.
 
     Between two requests a row's text only grows.
     """
@@ -46,7 +47,7 @@ class TextStart:
 
 
 class TextRows:
-    """Random source and history of the text in each row, under the same sampling controls.
+    """The random source and the history of the text in each row; all rows have the same sampling controls.
 
     ``vocab_size`` is the target's. ``device`` is the device on which the controls are applied to logits.
     """
@@ -74,19 +75,19 @@ class TextRows:
 
 
 class DraftSession(Protocol):
-    """A drafter's work on one batch, with all state of the generation; drafter and model are stateless."""
+    """A drafter's work on one batch. The session has all state of the generation; drafter and model have none."""
 
     def admit(self, slot: int, start: TextStart) -> None:
         """Begin a new text in row ``slot``, and forget the row's last text."""
 
     def move(self, slot: int, to: int) -> None:
-        """Move the text in row ``slot`` to row ``to``; the rows from ``slot`` on are no longer in use."""
+        """Move the text in row ``slot`` to row ``to``; the rows from ``slot`` on are no longer used."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Draft a tree for each of the rows 0, 1, ….
 
-        A session follows the texts by itself: between two calls a row grows by the accepted tokens and the target's
-        tokens, also in steps without a call.
+        A session follows the texts by itself: between two calls a row grows by accepted tokens and by tokens of the
+        target, even in steps that do not call the session.
         """
 
     def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
@@ -95,7 +96,7 @@ class DraftSession(Protocol):
 
 
 class Rows(Protocol):
-    """Data of each text of a batch, by row."""
+    """Data about each text of a batch, by row."""
 
     def admit(self, slot: int, start: TextStart) -> None:
         """Begin a new text in row ``slot``."""
@@ -136,12 +137,15 @@ class Drafter(ABC):
 
     @property
     def label(self) -> str:
-        """Name in tables: the kind of drafter, with the draft's size if that may vary."""
+        """The name in tables: the kind of drafter, and the size of its drafts if the size may vary."""
         return self.label_with_size or self.name
 
     @abstractmethod
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> DraftSession:
-        """Start on up to ``rows`` texts of at most ``max_length`` tokens; UserError if the target does not fit."""
+        """Start on up to ``rows`` texts of at most ``max_length`` tokens.
+
+        Raises UserError if the target does not fit.
+        """
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
         """Return the kinds of the drafter's proposals under these controls; deterministic by default."""
@@ -154,7 +158,7 @@ class Drafter(ABC):
 
     @property
     def chains(self) -> tuple[Budget, ...]:
-        """Budgets that give only chains, for targets that cannot run trees."""
+        """The budgets that allow only chains, for targets that cannot run trees."""
         return self.budgets if self.chains_only else ()
 
     def budgets_on(self, target: CausalLM) -> tuple[Budget, ...]:

@@ -26,7 +26,7 @@ class DraftModelDrafter(Drafter):
 
     def __init__(self, draft: CausalLM, tokens: int = 4, sampled: bool = True) -> None:
         if tokens < 1:
-            raise UserError(f"tokens is {tokens}: give at least 1")
+            raise UserError(f"tokens is {tokens}: use at least 1")
         self.draft = draft
         self.tokens = tokens
         self.growth = Growth(StaticTree.chain(tokens), sampled)

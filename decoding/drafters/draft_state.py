@@ -18,18 +18,18 @@ _FEW = 8
 
 
 def check_draft(draft: CausalLM, target: CausalLM, max_length: int) -> None:
-    """Raise UserError if the draft's context is too short, or if it writes tokens unknown to the target."""
+    """Raise UserError if the draft's context is too short, or if it can write tokens that the target lacks."""
     if draft.no_trees is not None:
-        raise UserError(f"{draft.no_trees}, so it cannot draft: give a small model with full attention")
+        raise UserError(f"{draft.no_trees}, so it cannot draft: use a small model with full attention")
     if draft.max_positions is not None and max_length > draft.max_positions:
         raise UserError(
             f"the text may grow to {max_length} tokens, more than the draft's context of {draft.max_positions}: "
-            "give a shorter prompt, or a lower max_new_tokens"
+            "use a shorter prompt, or a lower max_new_tokens"
         )
     if draft.output_tokens is not None and (largest := int(draft.output_tokens.max())) >= target.vocab_size:
         raise UserError(
             f"the draft's trimmed lm_head writes token {largest}, but the target knows 0 to {target.vocab_size - 1}: "
-            "give a draft trimmed for this target"
+            "use a draft trimmed for this target"
         )
 
 
@@ -81,7 +81,8 @@ class DraftState:
     def verify(self, texts: Sequence[Sequence[int]], chains: Sequence[TokenTree]) -> list[Float[Tensor, "nodes vocab"]]:
         """Run the new tokens of each text and the chain drafted after it, in one pass; return the logits at its nodes.
 
-        Texts that grew much without a call take a pass more, because logits of all nodes are computed here.
+        Texts that grew by many tokens since the last call take one more pass, because logits are computed at all nodes
+        here.
         """
         blocks = self._lacking(texts)
         if max(map(len, blocks)) > _FEW:
@@ -116,7 +117,7 @@ class DraftState:
         return blocks
 
     def _prefill_fresh(self, texts: Sequence[Sequence[int]]) -> None:
-        """Run the prompts of new rows up to their last tokens, separately: old rows would be padded to their length."""
+        """Run the prompts of new rows up to their last tokens. They run separately, so that old rows are not padded."""
         fresh = [slot for slot, text in enumerate(texts) if self._committed[slot] == 0 and len(text) > 1]
         if fresh:
             self.draft.prefill([self._known(texts[slot][:-1]) for slot in fresh], self.cache, fresh)
@@ -125,7 +126,8 @@ class DraftState:
             self.draft.prepare(self.cache, len(texts), (), self._longest)
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
-        # A token unknown to the draft is replaced by the draft's last token: q is worse, but any q is lossless.
+        # A token that the draft does not know is replaced by the draft's last token: q gets worse, but any q is
+        # lossless.
         last = self.draft.vocab_size - 1
         return [min(token, last) for token in tokens]
 
@@ -134,7 +136,8 @@ class DraftState:
         if slot not in self._run_trees:
             return
         tree, run = self._run_trees.pop(slot)
-        # Without the text's last token: the next draft runs it first, and a lossy rule may write one that it rejected.
+        # The text's last token is left out: the next draft runs it first, and a lossy rule may write a token that it
+        # rejected.
         path = tree.follow(text[self._committed[slot] : -1])
         kept = [node - 1 for node in path if node <= run]
         self.cache.commit(slot, self._committed[slot], kept)

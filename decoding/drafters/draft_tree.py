@@ -22,9 +22,9 @@ class DraftTreeDrafter(Drafter):
     """Drafter of the ``nodes`` likeliest nodes (root included) that a beam of the draft model finds.
 
     A node's score is the draft's probability of its whole path. Each pass runs the best ``width`` nodes of a level, and
-    each of them gets its best ``width`` tokens as children. The best children of all levels form the tree. The tree is
-    a function of the text, so proposals are deterministic at any temperature; above 0 the probabilities are taken after
-    every sampling control.
+    each of these nodes gets its best ``width`` tokens as children. The best children of all levels form the tree. The
+    tree is a function of the text, so proposals are deterministic at any temperature; above 0 the probabilities are
+    taken after every sampling control.
     """
 
     name = "draft tree"
@@ -32,7 +32,7 @@ class DraftTreeDrafter(Drafter):
 
     def __init__(self, draft: CausalLM, depth: int = 5, width: int = 4, nodes: int = 24) -> None:
         if depth < 1 or width < 1:
-            raise UserError(f"depth is {depth} and width {width}: give at least 1 of each")
+            raise UserError(f"depth is {depth} and width {width}: use at least 1 of each")
         if nodes <= depth:
             raise UserError(f"nodes is {nodes}: a tree {depth} deep needs at least {depth + 1}, the root included")
         self.draft = draft
@@ -48,7 +48,7 @@ class DraftTreeDrafter(Drafter):
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "DraftTreeSession":
         known = shared_tokens(self.draft, target)
         if self.width > known:
-            raise UserError(f"width is {self.width}, but target and draft share {known} tokens: give at most {known}")
+            raise UserError(f"width is {self.width}, but target and draft share {known} tokens: use at most {known}")
         state = DraftState(self.draft, target, sampling, rows, max_length, 1 + self.width * self.depth)
         return DraftTreeSession(self, state, sampling)
 
@@ -136,13 +136,13 @@ class _Beam:
                 self._parents.append(parent)
                 self._scores.append(self._scores[parent] + min(log_probability, 0.0))
         self._depth += 1
-        # Scores never rise along a path: a node outside the best cannot have a child among them.
+        # Scores never rise along a path, so a node that is not among the best cannot have a child among the best.
         fresh = [node for node in self._best() if node >= begin] if self._depth < self._bounds.depth else []
         self.level = fresh[: self._width]
         self.run += self.level
 
     def _best(self) -> list[int]:
-        """Return the best nodes so far, best first; ties by age, so parents come before children."""
+        """Return the best nodes so far, best first. On ties the older node comes first, so parents precede children."""
         return heapq.nlargest(self._bounds.nodes - 1, range(1, len(self._tokens)), key=self._scores.__getitem__)
 
     def run_tree(self) -> TokenTree:

@@ -1,4 +1,4 @@
-"""A DSpark draft as a drafter: one small forward over masks drafts all tokens of a step (2607.05147)."""
+"""A DSpark draft as a drafter: one small forward pass over masks drafts all tokens of a step (2607.05147)."""
 
 from collections.abc import Sequence
 
@@ -21,8 +21,8 @@ class DSparkDrafter(Drafter):
     ``tree``: paths of ranks among the best tokens after each node. ``tokens``: the length of a chain. Without either it
     drafts the tree in the draft's config, or a chain of all K tokens.
 
-    ``sampled``: above temperature 0 each token is drawn from q given the token before it, siblings without replacement.
-    False takes the likeliest tokens, as at temperature 0.
+    ``sampled``: above temperature 0 each token is drawn from q given the token before it, and siblings are drawn
+    without replacement. False takes the likeliest tokens, as at temperature 0.
     """
 
     name = "dspark"
@@ -39,7 +39,7 @@ class DSparkDrafter(Drafter):
         if tokens is not None and not 1 <= tokens <= config.block_size:
             raise UserError(f"tokens is {tokens}: this draft allows 1 to {config.block_size}")
         if tree is not None and tokens is not None:
-            raise UserError("tree and tokens are both given: give one of them")
+            raise UserError("both tree and tokens are set: set only one")
         if tree is None and tokens is None:
             tree = config.tree or None
         shape = StaticTree.chain(tokens or config.block_size) if tree is None else StaticTree(tree)
@@ -49,11 +49,11 @@ class DSparkDrafter(Drafter):
             )
         if shape.ranks > config.outputs:
             raise UserError(
-                f"the tree has {shape.ranks} ranks, but the draft writes {config.outputs} tokens: give fewer"
+                f"the tree has {shape.ranks} ranks, but the draft writes {config.outputs} tokens: use fewer"
             )
         if config.markov_head_type == "rnn" and not shape.is_chain:
             raise UserError(
-                "this draft's bias remembers all tokens of a chain (markov_head_type rnn): give tokens, not a tree"
+                "this draft's bias remembers all tokens of a chain (markov_head_type rnn): set tokens, not a tree"
             )
         self.draft = draft
         self.name = "dspark" if config.markov_rank else "dflash"
@@ -78,13 +78,16 @@ class DSparkDrafter(Drafter):
 
 
 class DSparkSession(RowsSession):
-    """A session of the draft on a batch: one forward per step. It caches keys of the texts, never of a draft."""
+    """A session of the draft on a batch: one forward pass per step.
+
+    The cache contains keys of the texts only, never of drafted tokens.
+    """
 
     def __init__(self, drafter: DSparkDrafter, draft: DSpark, keys: TextKeys, texts: TextRows) -> None:
         super().__init__(texts)
         self._drafter, self._draft, self._keys, self._texts = drafter, draft, keys, texts
         self._unread: dict[int, list[Tensor]] = {}
-        """The target's states at each row's tokens that the draft has yet to read."""
+        """For each row, the target's states at the tokens that the draft has not read yet."""
 
     def admit(self, slot: int, start: TextStart) -> None:
         super().admit(slot, start)

@@ -28,10 +28,11 @@ _FEW = 16
 class Eagle3Drafter(Drafter):
     """Drafter of a chain or a tree with an EAGLE-3 draft.
 
-    ``tree``: paths of ranks among the best tokens after each node. ``tokens``: the length of a chain, 4 without either.
+    ``tree``: paths of ranks among the best tokens after each node. ``tokens``: the length of a chain. Without either it
+    drafts a chain of 4.
 
-    ``sampled``: above temperature 0 each token is drawn from q after its path, siblings without replacement. False
-    takes the likeliest tokens, as at temperature 0.
+    ``sampled``: above temperature 0 each token is drawn from q after its path, and siblings are drawn without
+    replacement. False takes the likeliest tokens, as at temperature 0.
     """
 
     name = "eagle3"
@@ -45,12 +46,12 @@ class Eagle3Drafter(Drafter):
         sampled: bool = True,
     ) -> None:
         if tree is not None and tokens is not None:
-            raise UserError("tree and tokens are both given: give one of them")
+            raise UserError("tree and tokens are both given: use one of them")
         if tokens is not None and tokens < 1:
-            raise UserError(f"tokens is {tokens}: give at least 1")
+            raise UserError(f"tokens is {tokens}: use at least 1")
         shape = StaticTree.chain(tokens or 4) if tree is None else StaticTree(tree)
         if shape.ranks > (outputs := draft.config.draft_vocab_size):
-            raise UserError(f"the tree has {shape.ranks} ranks, but the draft writes {outputs} tokens: give fewer")
+            raise UserError(f"the tree has {shape.ranks} ranks, but the draft writes {outputs} tokens: use fewer")
         self.draft = draft
         self.growth = Growth(shape, sampled)
         self.budgets = shape.budgets
@@ -80,7 +81,7 @@ class Eagle3TreeDrafter(DraftTreeDrafter):
     def __init__(self, draft: Eagle3Draft, depth: int = 5, width: int = 4, nodes: int = 24) -> None:
         super().__init__(draft, depth, width, nodes)  # type: ignore[arg-type]  # kept, and read by `open` below only
         if width > (outputs := draft.config.draft_vocab_size):
-            raise UserError(f"width is {width}, but the draft writes {outputs} tokens: give at most {outputs}")
+            raise UserError(f"width is {width}, but the draft writes {outputs} tokens: use at most {outputs}")
         self._eagle3 = draft
         self.taps = draft.config.target_layer_ids
         self.label_with_size = f"eagle3, best tree of {self.max_nodes - 1}"
@@ -92,7 +93,7 @@ class Eagle3TreeDrafter(DraftTreeDrafter):
 
 
 class _Level(NamedTuple):
-    """Nodes that run together after the texts of a batch: those of one depth, in all trees, padded to one number."""
+    """Nodes that run together after the texts of a batch: all nodes at one depth of all trees, with padding."""
 
     depth: int
     nodes: Int[Tensor, "rows width"]
@@ -151,11 +152,12 @@ class Eagle3State:
         shape = (rows, config.num_key_value_heads, max_length + max(max_nodes, _FEW), config.head_dim)
         self._keys, self._values = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
         self._states = weight.new_zeros(rows, max_nodes + 1, config.hidden_size)
-        """States of each row's nodes that ran; the root's is that of the text's last slot, zero without a slot."""
+        """States of each row's nodes that ran. The root has the state of the text's last slot, or zeros if there is no
+        slot."""
         self._lengths = [0] * rows
         """Slots of each row's text."""
         self._unread: dict[int, list[Tensor]] = {}
-        """The target's states at each row's tokens that the draft has yet to read."""
+        """For each row, the target's states at the tokens that the draft has not read yet."""
 
     @cached_property
     def output_tokens(self) -> Int[Tensor, " outputs"]:
@@ -258,7 +260,7 @@ class Eagle3State:
         ran: Tensor = self.draft(embedded, states, positions, held, mask)
         return ran
 
-    # What the session of a best-first tree calls.
+    # Methods that the session of a best-first tree calls.
 
     def catch_up(self, texts: Sequence[Sequence[int]]) -> Float[Tensor, "rows vocab"]:
         """Return the logits of `read` over the target's vocabulary."""
@@ -274,7 +276,7 @@ class Eagle3State:
         return list(whole.split(list(map(len, news))))
 
     def remember(self, trees: Sequence[TokenTree], run: Sequence[int]) -> None:
-        """Do nothing: slots of drafted nodes are never kept."""
+        """Do nothing, because slots of drafted nodes are never kept."""
 
 
 class Eagle3Session(RowsSession):

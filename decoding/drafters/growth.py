@@ -24,7 +24,7 @@ Cut = tuple[TreeShape, tuple[int, ...]]
 
 
 class ChildLogits(NamedTuple):
-    """Logits of the children of some nodes, which may share them."""
+    """Logits of the children of some nodes; several nodes may share a row."""
 
     logits: Float[Tensor, "some outputs"]
     row: Int[Tensor, " nodes"]
@@ -52,11 +52,11 @@ class StaticTree:
     """
 
     def __init__(self, paths: Sequence[Sequence[int]]) -> None:
-        """Take ``paths`` of ranks as in `TreeShape.from_paths`; UserError if there are none."""
+        """Take ``paths`` of ranks as in `TreeShape.from_paths`; raise UserError if the list is empty."""
         self._shape, ranks = TreeShape.from_paths(paths)
         self.max_depth = self._shape.max_depth
         if self.max_depth < 1:
-            raise UserError("the tree is empty: give at least the path [0]")
+            raise UserError("the tree is empty: use at least the path [0]")
         self._ranks = (0, *ranks)
         self.ranks = max(self._ranks) + 1
         self.is_chain = self._shape.is_chain
@@ -82,7 +82,10 @@ class StaticTree:
         return tuple(budget for budget in self.budgets if budget.nodes == budget.depth + 1)
 
     def _sizes(self) -> tuple[Budget, ...]:
-        """List the budgets: all ranks and rank 0 alone, each to every depth; and 1, 2, 4, ... ranks to full depth."""
+        """List the budgets.
+
+        Every depth has one with all ranks and one with rank 0; the full depth also has 2, 4, ... ranks.
+        """
         widths = [1]
         while 2 * widths[-1] < self.ranks:
             widths.append(2 * widths[-1])
@@ -103,7 +106,7 @@ class StaticTree:
 
 
 class ConditionalLogits:
-    """Logits computed for all depths at once, with a bias by the previous token: a `NodeLogits`.
+    """Logits computed for all depths together, with a bias that depends on the previous token: a `NodeLogits`.
 
     ``base[d]`` predicts the children of the nodes at depth d of every row. With ``bias`` None the logits do not depend
     on drafted tokens. ``output_tokens``: the target's token of each output, in increasing order; None if output i is
@@ -141,7 +144,7 @@ class _Level(NamedTuple):
     parents_by_row: tuple[tuple[int, ...], ...]
     """The parents in each row's tree, by their numbers in that tree."""
     q_rows: Int[Tensor, " parents"]
-    """The parents' numbers among the nodes with children, which continue from tree to tree too."""
+    """The parents' numbers among the nodes with children; these numbers also continue from tree to tree."""
 
 
 def _levels(cuts: tuple[Cut, ...], device: torch.device) -> list[_Level]:
@@ -182,14 +185,14 @@ def _levels(cuts: tuple[Cut, ...], device: torch.device) -> list[_Level]:
 class Growth:
     """Growth of a tree of fixed shape, in all rows of a batch at once.
 
-    Drawn (``sampled``, above temperature 0): a node's children are drawn without replacement from q, the distribution
-    after the node's path and every sampling control. If q has fewer tokens than the shape has children, the other
-    children and their subtrees are not drafted. A shape is cut to a request before anything is drawn, because drafts
-    would not be lossless if drawn tokens decided which nodes are kept. Each node takes one number from its row's
+    If the tree is drawn (``sampled``, above temperature 0), a node's children are drawn without replacement from q, the
+    distribution after the node's path and every sampling control. If q has fewer tokens than the shape has children,
+    the other children and their subtrees are not drafted. A shape is cut to a request before anything is drawn, because
+    drafts would not be lossless if drawn tokens decided which nodes are kept. Each node takes one number from its row's
     source, so rows do not affect one another.
 
-    Not drawn: a node's child of rank r is the r-th best token (from 0) after its path, with penalties and processors
-    applied.
+    If it is not drawn, a node's child of rank r is the r-th best token (from 0) after the path, with penalties and
+    processors applied.
     """
 
     def __init__(self, tree: StaticTree, sampled: bool) -> None:
@@ -205,10 +208,10 @@ class Growth:
         return ProposalKind.SAMPLED if self.tree.is_chain else ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
 
     def propose(self, requests: Sequence[DraftRequest], nodes: NodeLogits, texts: TextRows) -> list[Proposal]:
-        """Draft with one call of ``nodes`` per depth, for the parents of all trees.
+        """Draft with one call of ``nodes`` per depth, which covers the parents of all trees.
 
-        Waits for the device once if the tree is drawn and branches or has processors. Controls that read the history
-        cost one more transfer per depth.
+        Waits for the device once if the tree is drawn and either branches or has processors. Controls that read the
+        history cost one more transfer per depth.
         """
         sampling, device = texts.sampling, texts.device
         kind = self.kind(sampling)

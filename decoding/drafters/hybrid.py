@@ -1,8 +1,8 @@
 """Two drafters in one tree: branches of a cheap lookup are added to the tree of a model.
 
-At each step each text decides whether the model drafts too. It pauses when drafting would cost more than it gains: the
+At each step each text decides whether the model also drafts. It pauses when drafting would cost more than it gains: the
 lookup's match is long and therefore safe, or the model's drafts keep being rejected. The choice depends only on the
-text and on earlier steps, never on tokens drawn in this step, so every step's rule stays lossless.
+text and on earlier steps, never on tokens drawn in this step. The rule of every step therefore stays lossless.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,8 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import DrawnPart, Proposal, ProposalKind, TokenTree, TokenTrie, fetch_tokens
 
 _PRIOR_TRIALS = 4.0
-"""Weight of a prior, in trials. A text's mean has a prior, and is itself the prior of each match length's mean."""
+"""Weight of a prior, in trials. The mean over a text has a prior, and is itself the prior for the mean of each match
+length."""
 _MEMORY = 50.0  # trials that a mean remembers
 _UNTRIED = 16  # steps without the first drafter after which a text tries it again
 _LENGTHS = 5  # classes of matches: none, 1, 2 to 3, 4 to 7, 8 and more tokens
@@ -30,8 +31,8 @@ class HybridDrafter(Drafter):
     of the nodes. A request smaller than every pair goes to ``first`` alone.
 
     ``first`` skips a step if its expected extra tokens are fewer than ``least_gain`` times the step's other tokens
-    (None: its rough cost; 0: it always drafts). Both expectations are running means of the text, by length of the
-    lookup's match.
+    (None: its rough cost; 0: it always drafts). Both expectations are running means over the text, one for each length
+    of the lookup's match.
 
     If only one of the two drafted, its proposal is used unchanged. If both drafted, the proposal is deterministic if
     both parts are, and grafted if the first carries a q. The target's logits reach neither session.
@@ -41,9 +42,9 @@ class HybridDrafter(Drafter):
 
     def __init__(self, first: Drafter, lookup: Drafter, least_gain: float | None = None) -> None:
         if first is lookup or isinstance(first, HybridDrafter):
-            raise UserError(f"the hybrid cannot graft a lookup onto {first.name}: give another kind of drafter")
+            raise UserError(f"the hybrid cannot add a lookup to {first.name}: use another kind of drafter")
         if least_gain is not None and not least_gain >= 0:
-            raise UserError(f"least_gain is {least_gain}: give a share of a step's tokens, 0 to always draft")
+            raise UserError(f"least_gain is {least_gain}: use a share of a step's tokens, 0 to always draft")
         self.least_gain = first.rough_cost if least_gain is None else least_gain
         self.first = first
         self.lookup = lookup
@@ -95,11 +96,11 @@ class _FirstChoice:
     def __init__(self) -> None:
         self._looked_up = [_Mean() for _ in range(_LENGTHS)]
         """Tokens accepted from the lookup's own tree, by the class of its match."""
-        self._added = [_Mean() for _ in range(_LENGTHS)]  # tokens accepted in addition, in steps with both trees
+        self._added = [_Mean() for _ in range(_LENGTHS)]  # further tokens accepted, in steps with both trees
         self._added_to_any = _Mean()
         self._untried = 0
         self.last: tuple[int, int, tuple[TokenTree, TokenTree, TokenTree]] | None = None
-        """Length of the text, class of the match and trees (whole, first, lookup) of the last step with a draft."""
+        """The last step with a draft: length of the text, class of the match, and the trees (whole, first, lookup)."""
 
     def wants_first(self, length: int, least_gain: float) -> bool:
         """Decide whether the first drafter drafts in a step whose lookup has a match of class ``length``."""
@@ -141,17 +142,17 @@ class HybridSession(DraftSession):
             session.move(slot, to)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        # Neither drafter sees the other's tokens: these may be random draws, and then its own rule would not be
+        # Neither drafter sees the tokens of the other one: they may be random draws, and then its own rule would not be
         # lossless.
         splits = [self._drafter.split(request.max_nodes) for request in requests]
         looked_up = self._sessions[1].propose(
             [replace(request, max_nodes=nodes) for request, (_, nodes) in zip(requests, splits, strict=True)]
         )
-        lengths = [  # class of each match, 0 for none; drafts with an unknown match count as 1
+        lengths = [  # class of each match, 0 for no match; drafts whose match is unknown count as 1
             min(max(proposal.matched, 1).bit_length(), _LENGTHS - 1) if len(proposal.tree) > 1 else 0
             for proposal in looked_up
         ]
-        firsts = self._sessions[0].propose(  # also with a depth of 0: a session reads every request
+        firsts = self._sessions[0].propose(  # even with a depth of 0, because a session reads every request
             [
                 replace(request, max_nodes=nodes, max_depth=self._first_depth(row, request, lengths[row]))
                 for row, (request, (nodes, _)) in enumerate(zip(requests, splits, strict=True))

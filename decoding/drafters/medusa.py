@@ -1,4 +1,4 @@
-"""Heads as a drafter: a tree of the heads' tokens, from the hidden state that wrote the root."""
+"""Heads as a drafter: a tree of tokens predicted by the heads, from the hidden state that wrote the root."""
 
 from collections.abc import Sequence
 
@@ -18,9 +18,9 @@ from decoding.rules.tree import Proposal, ProposalKind
 class MedusaDrafter(Drafter):
     """Drafter of the tree in the heads' config, or of ``tree``: paths of ranks among each head's best tokens.
 
-    A node at depth d (from 1) is one of the best tokens of head d-1; with a Markov bias, one of the best after its
-    parent. ``sampled``: above temperature 0 the tree is drawn from the heads' distributions after every sampling
-    control, siblings without replacement.
+    A node at depth d (from 1) is one of the best tokens of head d-1; with a Markov bias it is one of the best tokens
+    after its parent. ``sampled``: above temperature 0 the tree is drawn from the heads' distributions after every
+    sampling control, and siblings are drawn without replacement.
     """
 
     artefact = "heads"
@@ -33,7 +33,7 @@ class MedusaDrafter(Drafter):
                 f"the tree is {shape.max_depth} deep, but there are {config.num_heads} heads: shorten its paths"
             )
         if shape.ranks > config.outputs:
-            raise UserError(f"the tree has rank {shape.ranks - 1}: give ranks below {config.outputs}")
+            raise UserError(f"the tree has rank {shape.ranks - 1}: use ranks below {config.outputs}")
         self.heads = heads
         self.name = "medusa" if heads.markov is None else "markov"
         self.growth = Growth(shape, sampled)
@@ -56,7 +56,7 @@ class MedusaDrafter(Drafter):
 
 
 class MedusaSession(RowsSession):
-    """A session of heads. The heads keep no state; the session keeps what drawing needs from the texts."""
+    """A session of heads. The heads have no state; the session keeps what drawing needs to know about the texts."""
 
     def __init__(self, drafter: MedusaDrafter, target: CausalLM, texts: TextRows) -> None:
         super().__init__(texts)

@@ -19,9 +19,9 @@ class PromptLookupDrafter(TextDrafter):
     """Drafter of up to ``branches`` continuations of ``tokens``, from the prompt and the output so far.
 
     The first branch continues the latest earlier occurrence of the longest suffix. Further branches continue other
-    occurrences: of longer suffixes first, then later ones. Equal beginnings are merged. A continuation ends at the
-    text's end, unless the occurrence touches or overlaps the suffix: such a text repeats itself, and the continuation
-    repeats it further.
+    occurrences: longer suffixes come first, and among equal lengths the latest. Equal beginnings are merged. A
+    continuation ends at the text's end, unless the occurrence touches or overlaps the suffix: then the text repeats
+    itself, and the continuation repeats it further.
 
     Suffixes of fewer than ``min_ngram`` tokens are not looked up.
     """
@@ -30,9 +30,9 @@ class PromptLookupDrafter(TextDrafter):
 
     def __init__(self, tokens: int = 10, ngram: int = 3, min_ngram: int = 1, branches: int = 1) -> None:
         if tokens < 1 or branches < 1:
-            raise UserError(f"tokens is {tokens} and branches {branches}: give at least 1 of each")
+            raise UserError(f"tokens is {tokens} and branches {branches}: use at least 1 of each")
         if not 1 <= min_ngram <= ngram:
-            raise UserError(f"min_ngram is {min_ngram} and ngram {ngram}: give 1 <= min_ngram <= ngram")
+            raise UserError(f"min_ngram is {min_ngram} and ngram {ngram}: use 1 <= min_ngram <= ngram")
         self.tokens = tokens
         self.ngram = ngram
         self.min_ngram = min_ngram
@@ -48,7 +48,7 @@ class PromptLookupDrafter(TextDrafter):
 class PromptLookupSession(TextSession):
     """An index of every n-gram of one text. A token enters the index once another token follows it."""
 
-    _LOOKS = 4  # occurrences tried per branch, since the latest ones often continue alike
+    _LOOKS = 4  # occurrences tried per branch, because the latest ones often continue with the same tokens
 
     def __init__(self, drafter: PromptLookupDrafter, target: CausalLM) -> None:
         self._drafter = drafter
@@ -96,7 +96,7 @@ def _match_length(tokens: Sequence[int], end: int) -> int:
 
 
 def _continuation(tokens: Sequence[int], end: int, size: int, count: int) -> list[int]:
-    """Return up to ``count`` tokens from ``end`` on, the end of an occurrence of the text's last ``size`` tokens."""
+    """Return up to ``count`` tokens from ``end`` on, where an occurrence of the text's last ``size`` tokens ends."""
     period = len(tokens) - end
     length = count if period <= size else min(count, period)
     return [tokens[end + index % period] for index in range(length)]

@@ -1,8 +1,8 @@
 """Registry of drafters by name, for the command line, `HeadstartModel.from_pretrained` and training's evaluation.
 
 A drafter is written as ``NAME[:PATH][,option=value,…]``: ``lookup``, ``heads:runs/heads/final``,
-``draft-tree:runs/draft/final,depth=5``. A path alone means the heads or draft in it, combined with a lookup. A path is
-a folder, or ORG/NAME or ORG/NAME@REVISION on the Hub.
+``draft-tree:runs/draft/final,depth=5``. A path alone means the heads or draft in this folder, combined with a lookup. A
+path is a folder, or ORG/NAME or ORG/NAME@REVISION on the Hub.
 """
 
 from collections.abc import Callable, Mapping
@@ -56,7 +56,10 @@ LoadedWeights = MedusaHeads | CausalLM | DSparkDraft | Eagle3Draft | ForeignDraf
 
 @dataclass(frozen=True)
 class Entry:
-    """A drafter of the registry. ``make`` takes its loaded weights (None if it has none) and its options by name."""
+    """A drafter of the registry.
+
+    ``make`` takes the loaded weights (None if the drafter has no weights) and the options by name.
+    """
 
     summary: str
     weights: Weights | None
@@ -74,7 +77,7 @@ _PREFIX = "lookup_"
 
 
 def _hybrid(first: Entry | None = None) -> Entry:
-    """Make the entry of ``first`` combined with a lookup; None gives the registry's entry, before ``of`` is known.
+    """Make the entry of ``first`` combined with a lookup; None makes the entry of the registry, before ``of`` is known.
 
     The lookup's options begin with `_PREFIX`.
     """
@@ -82,7 +85,7 @@ def _hybrid(first: Entry | None = None) -> Entry:
 
     def make(weights: Any, values: Mapping[str, Any]) -> Drafter:
         if first is None:
-            raise UserError(f"the hybrid lacks its other drafter: give of=NAME, one of {', '.join(_FIRSTS)}")
+            raise UserError(f"the hybrid lacks its first drafter: write of=NAME with one of {', '.join(_FIRSTS)}")
         own = {name: value for name, value in values.items() if name in first.options}
         rest = {name: value for name, value in values.items() if name in joined}
         lookup = {name.removeprefix(_PREFIX): value for name, value in values.items() if name.startswith(_PREFIX)}
@@ -125,12 +128,12 @@ def named_drafter(name: str, weights: LoadedWeights = None, **options: Any) -> D
 def parse_drafter(text: str, **options: Any) -> DrafterSpec:
     """Read ``NAME[:PATH][,option=value,…]`` or ``PATH[,option=value,…]``.
 
-    ``options`` are further options, given to `HeadstartModel.from_pretrained`.
+    ``options`` are further options, from the call of `HeadstartModel.from_pretrained`.
 
     Raises UserError, in one sentence, for an item that is misspelt, missing or out of range. The weights are not read,
-    but a PATH without a name is looked up, on the Hub if it is not a folder. It means a ``hybrid`` of ``heads`` for
-    heads, ``dspark`` for a DSpark draft, ``eagle3`` for an EAGLE-3 draft, else ``draft``. ``eagle3-tree`` and
-    ``draft-tree`` are meant if an option belongs to the tree.
+    but a PATH without a name is looked up, on the Hub if it is not a folder. Such a PATH means a ``hybrid`` of
+    ``heads`` for heads, of ``dspark`` for a DSpark draft, of ``eagle3`` for an EAGLE-3 draft, and otherwise of
+    ``draft``. If one of the options exists only for trees, ``eagle3-tree`` or ``draft-tree`` is used.
     """
     name, path, given = split_spec(text, tuple(REGISTRY))
     given = {**given, **options}
@@ -138,10 +141,10 @@ def parse_drafter(text: str, **options: Any) -> DrafterSpec:
         name, given = "hybrid", {"of": _recognised(path, given), **given}
     entry = _entry_of(name, given.get("of"))
     if entry.weights is None and path is not None:
-        raise UserError(f"{text!r} gives a path, {path}, but {name} reads no weights: remove the path")
+        raise UserError(f"{text!r} has the path {path}, but {name} does not read weights: remove the path")
     if entry.weights is not None and path is None:
         raise UserError(
-            f"{text!r} lacks the path of the weights: give {name}:PATH, a folder or Hub id of {entry.weights}"
+            f"{text!r} lacks the path of the weights: write {name}:PATH with a folder or Hub id of {entry.weights}"
         )
     if unknown := [option for option in options if option not in entry.options]:
         raise UserError(
@@ -149,7 +152,7 @@ def parse_drafter(text: str, **options: Any) -> DrafterSpec:
         )
     if lacking := [option for option, known in entry.options.items() if known.required and option not in given]:
         wanted = entry.options[lacking[0]].wanted
-        raise UserError(f"{text!r} lacks {lacking[0]}: give {name}:PATH,{lacking[0]}=PATH, {wanted}")
+        raise UserError(f"{text!r} lacks {lacking[0]}: write {name}:PATH,{lacking[0]}=PATH, {wanted}")
     return DrafterSpec(name, path, read_options(given, entry.options, f"the drafter {name}"))
 
 
@@ -160,7 +163,7 @@ def _entry_of(name: str, of: str | None) -> Entry:
 
 
 def weights_of(spec: DrafterSpec) -> Weights | None:
-    """Return the kind of weights that a drafter reads, or None."""
+    """Return the kind of weights that a drafter reads; None if it does not read any."""
     return _entry_of(spec.name, spec.options.get("of")).weights
 
 
@@ -183,12 +186,12 @@ class DrafterLoader:
     def __init__(
         self, target: CausalLM, tokenizer: PreTrainedTokenizerBase | str | None = None, trust_remote_code: bool = False
     ) -> None:
-        """``tokenizer``: the target's, or its folder or Hub id; a draft's must match it (None: not compared)."""
+        """``tokenizer``: the target's, or its folder or Hub id. A draft must have the same one (None: not compared)."""
         self._target, self._tokenizer, self._trusted = target, tokenizer, trust_remote_code
         self._loaded: dict[tuple[Weights, str], LoadedWeights] = {}
 
     def load(self, spec: DrafterSpec) -> Drafter:
-        """Load the drafter; UserError if its weights cannot be read or do not fit the target."""
+        """Load the drafter; raise UserError if its weights cannot be read or do not fit the target."""
         entry = _entry_of(spec.name, spec.options.get("of"))
         if entry.weights is None:
             return entry.make(None, spec.options)
@@ -215,6 +218,6 @@ class DrafterLoader:
         if weights == "draft":
             return load_draft(path, self._target, self._tokenizer, self._trusted)
         if self._tokenizer is None:
-            raise UserError(f"{path} has another tokenizer, and the target's is missing: give it as tokenizer")
+            raise UserError(f"{path} has another tokenizer, and the target's is unknown: pass the latter as tokenizer")
         draft = load_draft(path, self._target, None, self._trusted, other_tokenizer=True)
         return ForeignDraft(draft, load_tokenizer(path, self._trusted), self._tokenizer)

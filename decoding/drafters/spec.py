@@ -15,25 +15,25 @@ from decoding.model.causal_lm import CausalLM
 
 
 class DraftPath(str):
-    """Value of an option that is a second draft of the drafter: its folder or Hub id until its weights are loaded."""
+    """Value of an option that names a second draft: a folder or Hub id until the weights are loaded."""
 
 
 class Option(NamedTuple):
-    """An option of a drafter, named after the class's parameter. ``wanted`` describes its values."""
+    """An option of a drafter, named after the parameter of its class. ``wanted`` describes the allowed values."""
 
     default: Any
     wanted: str
     read: Callable[[str], Any]
-    """Function from text to value; ValueError for any other text."""
+    """Function from text to value; raises ValueError for a text that is not a value."""
 
     @property
     def shown(self) -> str:
-        """Default value as written in a spec; empty if there is none."""
+        """Default value as written in a spec; empty without a default."""
         return "" if self.default is None or self.required else _written(self.default)
 
     @property
     def required(self) -> bool:
-        """True if a spec must give the option."""
+        """True if a spec must contain the option."""
         return self.default is Parameter.empty
 
 
@@ -61,13 +61,13 @@ class DrafterSpec:
 
     @property
     def paths(self) -> dict[str, str]:
-        """The paths of the weights: an empty key for `path`, and each option that is a further draft."""
+        """The paths of the weights. `path` has an empty key; each further draft has its option as the key."""
         drafts: dict[str, str] = {name: value for name, value in self.options.items() if isinstance(value, DraftPath)}
         return drafts if self.path is None else {"": self.path, **drafts}
 
 
 def all_paths(specs: Mapping[str, DrafterSpec]) -> dict[str, str]:
-    """Return the paths of all weights under the names of their specs; a further draft's option follows the name."""
+    """Return the paths of all weights by the names of the specs; for a further draft its option follows the name."""
     return {f"{name} {option}".strip(): path for name, spec in specs.items() for option, path in spec.paths.items()}
 
 
@@ -95,16 +95,16 @@ def split_spec(text: str, names: Sequence[str]) -> tuple[str | None, str | None,
         if index == 0 and (parts > 1 or not equals or not named or Path(item).exists()):
             path = item
         elif not equals or not option.strip():
-            raise UserError(f"{text!r} contains {item!r}: after the path give option=value, separated by commas")
+            raise UserError(f"{text!r} contains {item!r}: after the path, write option=value, separated by commas")
         elif option.strip() in options:
-            raise UserError(f"{text!r} gives {option.strip()} twice: give it once")
+            raise UserError(f"{text!r} contains {option.strip()} twice: write it once")
         else:
             options[option.strip()] = value.strip()
     return (head if named else None), path or None, options
 
 
 def options_of(make: Callable[..., Any], skipped: int = 0) -> dict[str, Option]:
-    """Return the parameters of a class or function as options, without the first ``skipped``."""
+    """Return the parameters of a class or function as options, except the first ``skipped`` ones."""
     options = {}
     for parameter in list(signature(make).parameters.values())[skipped:]:
         annotation = parameter.annotation
@@ -115,10 +115,10 @@ def options_of(make: Callable[..., Any], skipped: int = 0) -> dict[str, Option]:
 
 
 def read_options(given: Mapping[str, Any], known: Mapping[str, Option], of: str) -> dict[str, Any]:
-    """Read the values of the given options, each a text or a value already read.
+    """Read the values of these options; each is a text, or a value that was read before.
 
-    Raises UserError, in one sentence naming the drafter by ``of``, for an option that ``known`` lacks or a value that
-    does not fit.
+    Raises UserError for an option that is not in ``known``, or for a value that does not fit; the message calls the
+    drafter ``of``.
     """
     values = {}
     for name, value in given.items():
@@ -128,7 +128,7 @@ def read_options(given: Mapping[str, Any], known: Mapping[str, Option], of: str)
         try:
             values[name] = value if isinstance(value, CausalLM) else known[name].read(_written(value))
         except ValueError:
-            raise UserError(f"{of} is given {name}={_written(value)}: give {known[name].wanted}") from None
+            raise UserError(f"{of} is given {name}={_written(value)}: use {known[name].wanted}") from None
     return values
 
 

@@ -1,1 +1,1 @@
-"""Prompts and methods to figures: evaluation, its peers and its reports."""
+"""From prompts and methods to figures: the evaluation, other software as peers, and reports."""

@@ -14,15 +14,15 @@ from decoding.measure.rows import tokens_and_seconds
 from decoding.metrics import FEWEST, Estimate, expanded_quantile, ratio_of_rates
 
 _SMALL = 0.05
-"""Largest difference that an interval may still contain when we report that no difference was seen."""
+"""Largest difference that an interval may contain if we report that no difference was seen."""
 _WORTH = 0.02
 """Smallest difference for which we suggest more prompts."""
 _POWER80 = 1.959964 + 0.841621
-"""Standard errors that a difference must have to be found with 80% power."""
+"""A difference of this many standard errors is found with 80% power."""
 _SETTINGS = ("dtype", "max_new_tokens", "batch_invariant")
 """Settings in which two evaluations may differ; every ratio then includes the effect of the difference."""
 _TIMES = {"machines": "hardware", "commits": "commit", "numbers of processes": "processes"}
-"""Facts on which times depend, each with its key in a provenance. If one differs, times are not compared."""
+"""Facts on which times depend, with their keys in a provenance. If a fact differs, times are not compared."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ def read_evaluation(folder: Path) -> RecordedEvaluation:
             provenance_of(found, file)  # raises for a file from elsewhere
             lines += found
     if not lines:
-        raise UserError(f"{folder} contains no runs-*.jsonl: give the --output folder of `headstart evaluate`")
+        raise UserError(f"{folder} contains no runs-*.jsonl: use the --output folder of `headstart evaluate`")
     return RecordedEvaluation(folder, Records(known=lines), provenances(folder))
 
 
 @dataclass(frozen=True)
 class RatioVerdict:
-    """A judgement of a ratio. ``needed``: the number of prompts that would settle an open one."""
+    """A judgement of a ratio. ``needed``: if it is open, the number of prompts that would settle it."""
 
     kind: Literal["real", "none", "open", "unmeasured"]
     text: str
@@ -68,7 +68,7 @@ class RatioVerdict:
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """The ratios B/A of a method of A and one of B in a setting and cell, over ``pairs`` of texts.
+    """The ratios B/A of a method of A and a method of B in a setting and cell, over ``pairs`` of texts.
 
     ``dropped``: later turns that are left out because their prompts differ. ``speed`` is None if times cannot be
     compared.
@@ -101,7 +101,7 @@ class Comparison:
 def verdict(ratio: Estimate, faster: str = "faster", prompts: int | None = None) -> RatioVerdict:
     """Judge the ratio B/A by its 95% interval, in words about B. ``faster`` is the word for a ratio above 1.
 
-    ``real``: the interval excludes 1. ``none``: the interval contains 1 and lies within 5% of it. ``open``: any other
+    ``real``: the interval excludes 1. ``none``: the interval contains 1 and stays within 5% of it. ``open``: any other
     interval, or fewer than eight observations. ``prompts``: the number of prompts, if observations are not prompts.
     """
     if not all(math.isfinite(each) and each > 0 for each in ratio[:3]):
@@ -148,7 +148,7 @@ def compare(
             if row and row.speed_verdict and row.speed_verdict.kind == "real":
                 context = f", context {cell.context}" if cell.context else ""
                 warnings.append(
-                    "plain decoding was not equally fast in both, though methods do not affect it: "
+                    "plain decoding was not equally fast in both, although methods do not affect it: "
                     f"{row.speed_verdict.text.removeprefix('real: ')} "
                     f"({setting}, {load} {cell.batch_size}{context})"
                 )
@@ -172,7 +172,7 @@ def _check_alike(a: RecordedEvaluation, b: RecordedEvaluation) -> tuple[bool, li
     ]
     if changed:
         warnings.append(f"the {' and '.join(changed)} differ: times are not compared, only tokens per target pass")
-    # Older records lack options that are off.
+    # Older records do not list options that are off.
     settings = [(name, *(each.identity.get(name) or False for each in (a, b))) for name in _SETTINGS]
     differing = [f"{name} ({mine} and {theirs})" for name, mine, theirs in settings if mine != theirs]
     if differing:
@@ -185,7 +185,7 @@ def _chosen(
 ) -> list[tuple[str, str, str]]:
     """Return (setting, method of A, method of B) for each comparison."""
     if a.folder == b.folder and (method is None or other is None):
-        raise UserError("both folders are the same: name two of its methods by --method and --other")
+        raise UserError("both folders are the same: name two methods with --method and --other")
     for evaluation, name in ((a, method), (b, other or method)):
         known = dict.fromkeys(each for _, each in evaluation.methods())
         if name is not None and name not in known:
@@ -198,7 +198,7 @@ def _chosen(
     ]
     if not found:
         raise UserError(
-            f"{a.folder} and {b.folder} share no method and setting: name two methods by --method and --other"
+            f"{a.folder} and {b.folder} share no method and setting: name two methods with --method and --other"
         )
     return found
 
@@ -215,12 +215,12 @@ def _row(
     if not pairs:
         return None
     if cell.batch_size > 1 and a.identity["prompts"] != b.identity["prompts"]:
-        timed = False  # a prompt's time depends on the other texts in its batch, and these differ
+        timed = False  # a prompt's time depends on the other texts in its batch, which differ
     questions = len({record.prompts[0] for record, _ in pairs})
     passes = ratio_of_rates(_by_question(pairs, _tokens_and_passes))
     # Texts decoded as a batch share their wave's time.
     speed = ratio_of_rates(_by_question(pairs, tokens_and_seconds, by_wave=cell.batch_size > 1)) if timed else None
-    if not passes.observations and speed is None:  # a peer reports no passes
+    if not passes.observations and speed is None:  # peers do not report passes
         return None
     return ComparedRow(
         *(mine[0], mine[1], theirs[1], cell.batch_size, cell.context),
@@ -267,7 +267,7 @@ def _tokens_and_passes(record: Record) -> tuple[float, float]:
 def _by_question(
     pairs: Sequence[tuple[Record, Record]], figure: Callable[[Record], tuple[float, float]], by_wave: bool = False
 ) -> list[tuple[float, float, float, float]]:
-    """Sum the two methods' figures over the turns and rounds of each question or wave, B's first, for resampling."""
+    """Sum both methods' figures over the turns and rounds of each question or wave, for resampling; B comes first."""
     sums: dict[int | str, list[float]] = {}
     for mine, theirs in pairs:
         total = sums.setdefault(mine.key.wave if by_wave else mine.prompts[0], [0.0] * 4)

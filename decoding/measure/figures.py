@@ -1,4 +1,4 @@
-"""Figures and sentences of a report as text; a figure that was not measured (null in the report) becomes a dash."""
+"""Figures and sentences of a report as text. A figure that was not measured (null in the report) becomes a dash."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ NONE = "–"
 Axis = Literal["batch_size", "context"]
 OTHER: dict[Axis, Axis] = {"batch_size": "context", "context": "batch_size"}
 NEAR = {"bfloat16": 0.5, "float16": 0.1, "float32": 0.01}
-"""Largest gap between two logits that rounding can reverse, by dtype, for logits of a few tens."""
+"""Largest gap between two logits that rounding can reverse, by dtype; valid for logits of a few tens."""
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -90,7 +90,10 @@ def named(rows: Iterable[ReportRow], setting: str) -> list[ReportRow]:
 
 
 def methods(report: Report) -> list[str]:
-    """Return the measured methods except plain decoding; a method's index selects its colour in all pictures."""
+    """Return the measured methods except plain decoding.
+
+    The index of a method determines its colour in all pictures.
+    """
     return list(dict.fromkeys(row.method for row in report.rows if row.method != PLAIN))
 
 
@@ -102,7 +105,7 @@ def is_peer(row: ReportRow) -> bool:
 def curve(report: Report, row: ReportRow, axis: Axis) -> list[tuple[int, float]]:
     """Return sorted (position, speed-up) pairs of the row's method along ``axis``.
 
-    On the other axis all points have the row's value. Cells that were not timed are left out.
+    On the other axis all points have the value of the row. Cells that were not timed are left out.
     """
     other = OTHER[axis]
     return sorted(
@@ -119,7 +122,7 @@ def at(row: ReportRow, axis: Axis) -> int | None:
 
 
 def below_from(points: Sequence[tuple[int, float]]) -> int | None:
-    """Return the first position from which every speed-up is below 1; None if the last is not, or for one point."""
+    """Return the first position from which all speed-ups are below 1; None if the last is not, or with one point."""
     found = None
     for position, speed in reversed(points):
         if speed >= 1:
@@ -132,7 +135,7 @@ def below_from(points: Sequence[tuple[int, float]]) -> int | None:
 
 
 def answers(report: Report) -> list[str]:
-    """Return a sentence per setting: the fastest method, and the load or context from which it no longer pays."""
+    """Return a sentence per setting: the fastest method, and the load or context from which it is no longer faster."""
     return [_answer(report, setting) for setting in settings(report)]
 
 
@@ -160,7 +163,7 @@ def _answer(report: Report, setting: str) -> str:
             return one_line(f"The server is not faster than plain decoding: {said}{crossover}.")
         return one_line(f"Nothing is faster than plain decoding: at best {best.method}, {said}.")
     if figure.low is not None and figure.low <= 1:
-        said += "; the interval contains 1×, so these prompts do not show a gain"
+        said += "; its interval contains 1×, so these prompts do not show a gain"
     said += crossover
     said += f"; below 1× from {falls_with_context:,} tokens of context on" if falls_with_context else ""
     return one_line(f"Fastest: {best.method}{' (lossy)' * (best.label == 'lossy')}, {said}.")
@@ -221,11 +224,11 @@ def greedy_sentence(report: Report) -> str:
     if differing > early and largest is not None:
         sentence += f"; at the first difference the two tokens' logits are at most {largest:.3g} apart"
     if dtype == "float32" and not report.hardware.get("gpu"):
-        return f"{sentence}. In fp32 on a CPU all must be equal: please report this fault."
+        return f"{sentence}. In fp32 on a CPU all texts must be equal: please report this fault."
     if differing > early:
         sentence += f", {_near_tie(largest, dtype)}"
     if early:
-        sentence += f"; {early} differ only in length, which rounding cannot cause: please report this fault"
+        sentence += f"; {early} differ only in length, and rounding cannot cause that: please report this fault"
     return f"{sentence}."
 
 
@@ -234,4 +237,4 @@ def _near_tie(largest: float | None, dtype: str) -> str:
         return "by a margin that was not measured"
     if largest <= NEAR.get(dtype, 0.0):
         return f"near-ties that {dtype} may round differently in a pass over several tokens"
-    return f"more than rounding in {dtype} can cause: look at these texts, and report a fault"
+    return f"more than rounding in {dtype} can cause: look at these texts, and report the fault"

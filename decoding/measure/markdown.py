@@ -1,4 +1,4 @@
-"""Escaping of foreign text: removes control characters, and anything Markdown reads as link, image, tag or column."""
+"""Escaping of text from elsewhere: removes control characters, and anything that Markdown reads as markup."""
 
 import re
 from typing import Any
@@ -8,7 +8,7 @@ _LINKED = re.compile(r"(?i)(?<=[a-z])(:)(?=//)|(?<=\bwww)(\.)|(@)|(?<=mailto)(:)
 """Characters in bare addresses that some renderers turn into links."""
 _CONTROLS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters except tab and line feed: they colour or rewrite a terminal
-    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # bidi controls: they reorder the text around them
+    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # bidirectional controls, which reorder the text around them
     r"\ud800-\udfff\ufffe\uffff]"  # not characters: invalid in UTF-8 or XML
 )
 
@@ -19,7 +19,7 @@ def one_line(value: Any) -> str:
 
 
 def visible(value: Any) -> str:
-    """Return the text without control and bidi characters; keep line feeds, tabs and joiners."""
+    """Return the text without control and bidirectional characters; line feeds, tabs and joiners stay."""
     return _CONTROLS.sub("", str(value))
 
 

@@ -1,9 +1,9 @@
-"""Evaluation: prompts x methods -> records -> figures relative to plain decoding.
+"""Evaluation: decodes prompts by several methods, records the runs, and computes figures relative to plain decoding.
 
-In each round every method decodes the same wave of prompts, in rotating order and in one process. A machine that slows
-down thus slows all methods alike, and speed-ups are ratios of paired runs. `transformers`' own `generate` is one of the
-methods. Records are written at once (`decoding.measure.records`); figures are computed from the records alone
-(`decoding.measure.rows`).
+In each round every method decodes the same wave of prompts in one process; the methods take turns at going first. If
+the machine slows down, all methods slow down alike, and speed-ups are ratios of paired runs. The `generate` of
+`transformers` is one of the methods. Records are written immediately (`decoding.measure.records`); figures are computed
+only from the records (`decoding.measure.rows`).
 """
 
 import json
@@ -70,9 +70,10 @@ class Measurement:
         assert len(set(names)) == len(names), f"two methods share a name, so one would be lost: {names}"
 
     def run(self) -> None:
-        """Decode everything in this process's share without a record; process 0 also measures the cost curve.
+        """Decode all units of this process that lack a record; process 0 also measures the cost curve.
 
-        The curve is of passes in the middle of the texts in the first cell, the only rows that it predicts.
+        The curve measures passes in the middle of the texts of the first cell, because it predicts only the rows of
+        this cell.
         """
         warm: GridCell | None = None
         for unit in self._missing():
@@ -86,7 +87,7 @@ class Measurement:
             self.records.add({"cost_curve": measure_costs(self.target, prefix=half_written)})
 
     def total(self) -> int:
-        """Count the remaining runs of this process's share, including later turns that may prove too long."""
+        """Count the remaining runs of this process, including later turns that may turn out to be too long."""
         return sum(len(self._keys(unit)) for unit in self._missing())
 
     def methods_of(self, cell: GridCell, setting: str | None = None) -> list[Method]:
@@ -98,7 +99,7 @@ class Measurement:
         return waves_of(self.source.tasks, cell.batch_size)[self.rank :: self.world]
 
     def _missing(self) -> Iterator[Unit]:
-        """Yield the units in this process's share that lack records; a setting's turns come in order."""
+        """Yield the units of this process that lack records; the turns of a setting come in order."""
         for cell in cells_of(self.config):
             for wave in self._waves(cell):
                 turns = max(self.source.turns(index) for index in wave.questions)
@@ -114,7 +115,7 @@ class Measurement:
         return len(left_out) == sum(self.source.turns(index) > unit.turn for index in unit.wave.questions)
 
     def _keys(self, unit: Unit) -> list[tuple[RunKey, Method]]:
-        """Return the unit's runs in the order of decoding; the method that begins rotates."""
+        """Return the unit's runs in the order of decoding; each round begins with another method."""
         methods = self.methods_of(unit.cell, unit.setting)
         found = []
         for turn in range(self.config.rounds):
@@ -127,7 +128,7 @@ class Measurement:
     # --- one unit -----------------------------------------------------------------------------------------------------
 
     def _decode(self, unit: Unit) -> None:
-        """Decode a unit's missing runs, then measure the margins where greedy texts differ from plain decoding's."""
+        """Decode a unit's missing runs; then measure the margins at which greedy texts differ from plain decoding."""
         prompts = self._prompts(unit)
         if not prompts:
             return
@@ -159,12 +160,15 @@ class Measurement:
         return [method.decode([prompt], [seed], 1)[0] for prompt, seed in zip(prompts, seeds, strict=True)]
 
     def _seed(self, index: int, key: RunKey) -> int:
-        """Return a text's seed: different for each text, equal for all methods and any number of processes."""
+        """Return a text's seed, which differs between texts but not between methods or numbers of processes."""
         turns = max(map(self.source.turns, range(len(self.source.ids))))
         return self.config.seed + (key.round * turns + key.turn) * len(self.source.ids) + index
 
     def _prompts(self, unit: Unit) -> dict[int, tuple[int, ...]]:
-        """Return the unit's prompts by index, without later turns that are too long after plain decoding's answers."""
+        """Return the unit's prompts by index.
+
+        Later turns that are too long after plain decoding's answers are left out.
+        """
         found: dict[int, tuple[int, ...]] = {}
         too_long: list[str] = []
         for index in unit.wave.questions:
@@ -207,7 +211,7 @@ class Measurement:
         return [self.source.prompt(index, cell.context) for wave in self._waves(cell) for index in wave.questions]
 
     def _parted(self, unit: Unit) -> Iterator[RunKey]:
-        """Yield greedy runs without margins in which some text differs from plain decoding's."""
+        """Yield the greedy runs that lack margins and in which some text differs from plain decoding's text."""
         for key, method in self._keys(unit):
             if method.temperature == 0 and key in self.records.by_key and key not in self.records.margins:
                 mine, plain = (self.records.by_key.get(each) for each in (key, key._replace(method=PLAIN)))
@@ -223,8 +227,8 @@ def evaluate(
     Raises UserError before the first run if a prompt is too long.
     """
     if not prompts:
-        raise UserError("the list of prompts is empty: give at least one")
-    for prompt in prompts:  # before the first run, not after an hour
+        raise UserError("the list of prompts is empty: use at least one")
+    for prompt in prompts:  # fail before the first run, not after an hour
         check_prompt(target, prompt, config.max_new_tokens)
     measurement = Measurement(target, methods, TokenPrompts(prompts), config)
     measurement.run()

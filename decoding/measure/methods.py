@@ -34,7 +34,7 @@ Drafts = Literal["sampled", "greedy", "deterministic"]
 class Run(NamedTuple):
     """One decoded text: ``first_seconds`` to its first tokens, then ``decode_tokens`` in ``decode_seconds``.
 
-    A draft's pass over the prompt counts as decoding, in our loop and in assisted generation alike. In a batch the
+    A draft's pass over the prompt counts as decoding, both in our loop and in assisted generation. In a batch the
     seconds of each pass are divided equally among its rows.
     """
 
@@ -65,13 +65,13 @@ class Method:
     artefact: str | None = None
     """Kind of the trained artefact used for drafting: "heads", "draft", or None."""
     drafter: str | None = None
-    """Name of the measured drafter, or of the drafter that shares its draft with a peer; None for plain decoding."""
+    """Name of the measured drafter; for a peer, of the drafter with the same draft; None for plain decoding."""
     temperature: float = 0.0
     rule: str | None = None
     """Name of the acceptance rule, or several joined by "or" if the kind of proposal decides; None if unknown."""
     shape: Literal["chain", "tree"] | None = None
     drafts: Drafts | None = None
-    """How draft tokens are chosen: sampled, a model's likeliest tokens, or found without a model."""
+    """How draft tokens are chosen: by sampling, as a model's likeliest tokens, or without a model."""
     max_positions: int | None = None
     """Longest text that its drafter supports, in tokens; None if the drafter adds no limit."""
     policy: str | None = None
@@ -80,7 +80,7 @@ class Method:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Settings of an evaluation. ``temperatures`` apply to sampling and to typical acceptance."""
+    """Options of an evaluation. ``temperatures`` apply to the settings sampling and typical acceptance."""
 
     max_new_tokens: int = 96
     rounds: int = 1
@@ -90,7 +90,7 @@ class EvaluationConfig:
     seed: int = 0
     batch_sizes: tuple[int, ...] = (1,)
     contexts: tuple[int | None, ...] = (None,)
-    """Prompt lengths, in tokens, requested from the source of prompts; None for prompts as they are."""
+    """Prompt lengths, in tokens, requested from the source of prompts; None to use prompts as they are."""
     policies: tuple[str, ...] = (FIXED,)
     """Names of the policies that each drafter is measured with: drafts of fixed size, and the default of `generate`."""
 
@@ -99,10 +99,10 @@ class EvaluationConfig:
             named_policy(policy)
         for setting in self.settings:
             if setting not in SETTINGS:
-                raise UserError(f"setting is {setting!r}: give greedy, sampling or typical")
+                raise UserError(f"setting is {setting!r}: use greedy, sampling or typical")
         if not self.temperatures or min(self.temperatures) <= 0:
             given = ", ".join(f"{each:g}" for each in self.temperatures)
-            raise UserError(f"temperatures are {given or 'none'}: give numbers above 0 (0 is the setting greedy)")
+            raise UserError(f"temperatures are {given or 'none'}: use numbers above 0 (0 is the setting greedy)")
 
 
 class Setting(NamedTuple):
@@ -241,10 +241,11 @@ def standard_methods(target: CausalLM, drafters: dict[str, Drafter], config: Eva
 
 
 def _peers(target: CausalLM, setting: str, drafters: dict[str, Drafter], decoding: DecodingConfig) -> list[Method]:
-    """Make transformers' generate, and assisted generation with the first draft: at our depth and with defaults."""
+    """Make transformers' generate, and assisted generation with the first draft, at our depth and with its defaults."""
     peers = [transformers_method(target, setting, TRANSFORMERS, decoding)]
     for name, drafter in drafters.items():
-        # transformers takes another vocabulary size for another tokenizer, so padded drafts lack a peer.
+        # transformers takes another vocabulary size for another tokenizer, so drafts with a padded vocabulary have no
+        # peer.
         same = isinstance(drafter, DraftModelDrafter) and drafter.draft.vocab_size == target.vocab_size
         if isinstance(drafter, DraftModelDrafter) and same and not getattr(target.model, "_is_stateful", False):
             depth = drafter.max_depth
@@ -260,7 +261,7 @@ def _peers(target: CausalLM, setting: str, drafters: dict[str, Drafter], decodin
 
 
 class _Clock(BaseStreamer):
-    """Streamer that notes when `generate` first emits new tokens; `generate` streams the prompt before them."""
+    """Streamer that records when `generate` emits the first new tokens; `generate` streams the prompt before them."""
 
     def __init__(self) -> None:
         self.puts = 0
@@ -312,7 +313,7 @@ def transformers_generate(
         )
         end = time.perf_counter()
     read = passes[1] - passes[0] if passes else 0.0
-    # The first tokens of assisted generation come after the draft has read the prompt; those of our loop come before.
+    # Assisted generation emits its first tokens after the draft has read the prompt, our loop emits them before that.
     first_at = clock.first_at - read
     first, rest = (seconds / len(prompts) for seconds in (first_at - begin, end - first_at))
     runs: list[Run] = []
@@ -332,7 +333,7 @@ def _seeded(target: CausalLM, config: DecodingConfig) -> Iterator[None]:
 
 @contextmanager
 def _first_pass(draft: CausalLM | None) -> Iterator[list[float]]:
-    """Yield a list that gets the times at which the draft's next pass, over the prompt, begins and ends."""
+    """Yield a list to which the begin and end of the draft's next pass, over the prompt, are added."""
     times: list[float] = []
 
     def note(module: PreTrainedModel, *_: Any) -> None:
@@ -352,8 +353,8 @@ def _first_pass(draft: CausalLM | None) -> Iterator[list[float]]:
 def _bare_generation_configs(models: Sequence[PreTrainedModel], num_assistant_tokens: int | None) -> Iterator[None]:
     """Use default generation configs and eval mode within the block; restore both afterwards.
 
-    `generate` would take unset controls from the model's own config. It takes the draft length from the assistant's
-    config, set here to ``num_assistant_tokens`` or left at `transformers`' default.
+    Otherwise `generate` would take unset controls from the model's config. It takes the draft length from the
+    assistant's config, where it is set to ``num_assistant_tokens`` or left at `transformers`' default.
     """
     with ExitStack() as restored:
         for model in models:

@@ -1,4 +1,4 @@
-"""Questions of an evaluation: read from benchmark files, turned into prompts, grouped into waves.
+"""Questions of an evaluation: reads them from benchmark files, makes prompts of them, and groups them into waves.
 
 Reads Spec-Bench (2401.07851), MT-Bench, SPEED-Bench (2604.09557), gsm8k, HumanEval, mbpp,
 RedHatAI/speculator_benchmarks, any other .jsonl or .parquet file, and folders of such files.
@@ -30,14 +30,14 @@ _UNPREPARED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 """Placeholder for the prompts in SPEED-Bench's files on the Hub."""
 _SPEED_BENCH = re.compile(r"qualitative|throughput_\d+k")
 _MOST_TASKS = 30
-"""Most distinct values of a field that names tasks."""
+"""A field with more distinct values than this does not name tasks."""
 
 
 @dataclass(frozen=True)
 class Question:
     """A question: the messages of its first turn, and the user's texts in the ``later`` turns.
 
-    ``plain``: the text is to be continued, without a chat template, rather than answered.
+    ``plain``: the text is continued without a chat template, not answered.
     """
 
     id: str
@@ -58,12 +58,12 @@ def read_questions(path: str | Path, field: str | None = None) -> list[Question]
     one by one, for example FOLDER:qualitative.
 
     ``field`` names the prompt's field; None takes the first of `decoding.fields.PROMPT_FIELDS` in the row. If the
-    prompt is a list of texts, each text is a turn. If it is a conversation, those before the first answer are the first
-    turn; user messages without answers are a turn each, as in SPEED-Bench. A ``text`` in a row without an answer
-    is continued, not answered. A system message and a ``history`` come first, as in `decoding.fields.prompt_of`.
+    prompt is a list of texts, each text is a turn. If it is a conversation, the messages before the first answer are
+    the first turn. Without any answer, each user message is a turn, as in SPEED-Bench. A ``text`` in a row without an
+    answer is continued, not answered. A system message and a ``history`` come first, as in `decoding.fields.prompt_of`.
 
-    The id is ``question_id``, ``id`` or ``task_id``, else the line number. The task is the row's ``category``; in
-    Spec-Bench's file the eight categories of MT-Bench are one task, ``mt_bench``.
+    The id is ``question_id``, ``id`` or ``task_id``; without these fields it is the line number. The task is the row's
+    ``category``; in Spec-Bench's file the eight categories of MT-Bench are one task, ``mt_bench``.
 
     Raises UserError if a file contains no prompts.
     """
@@ -119,11 +119,11 @@ def _questions(path: str | Path, field: str | None) -> Iterator[Question]:
     for number, (line, row) in enumerate(read_rows(Path(path)), start=1):
         yield _question(number, row, field, f"{path}, line {line}")
     if not number:
-        raise UserError(f"{path} contains no prompts: give a .jsonl file with one per line")
+        raise UserError(f"{path} contains no prompts: use a .jsonl file with one per line")
 
 
 def _with_tasks(questions: list[Question]) -> list[Question]:
-    """Name the tasks: six for Spec-Bench, none if the rows' categories do not look like tasks."""
+    """Name the tasks: Spec-Bench has six; there are no tasks if the categories of the rows do not look like tasks."""
     names = {question.task for question in questions}
     if len(names) == 1 or len(names) > _MOST_TASKS or None in names:
         return [replace(question, task=None) for question in questions]
@@ -144,7 +144,7 @@ def _question(number: int, row: dict[str, Any], field: str | None, where: str) -
     if not messages[begins:]:
         raise UserError(f"{where}: there is no question before the first answer: begin with the user's message")
     if any(_UNPREPARED in text for text in (*later, *(message["content"] for message in messages))):
-        raise UserError(f"{where}: SPEED-Bench's prompt is a placeholder", "run its prepare.py and give that output")
+        raise UserError(f"{where}: SPEED-Bench's prompt is a placeholder", "run its prepare.py and use that output")
     named = next((row[key] for key in _ID_FIELDS if row.get(key) is not None), number)
     task = next((row[key] for key in _TASK_FIELDS if isinstance(row.get(key), str)), None)
     plain = field is None and name == "text" and find_answer(row) is None
@@ -152,7 +152,7 @@ def _question(number: int, row: dict[str, Any], field: str | None, where: str) -
 
 
 def evenly(questions: Sequence[Question], limit: int) -> list[Question]:
-    """Return ``limit`` questions in the file's order, spread evenly over the tasks: the first ones of each task."""
+    """Return ``limit`` questions in the file's order: the first ones of each task, spread evenly over the tasks."""
     seen: Counter[str | None] = Counter()
     ranked = []
     for index, question in enumerate(questions):
@@ -184,7 +184,7 @@ class Asker:
 
     @cached_property
     def tasks(self) -> Sequence[str | None]:
-        """Task of each question; None without a task."""
+        """Task of each question; None if it has no task."""
         return [question.task for question in self.questions]
 
     def turns(self, index: int) -> int:
@@ -192,9 +192,9 @@ class Asker:
         return 1 + len(self.questions[index].later) if self.all_turns else 1
 
     def prompt(self, index: int, context: int | None = None, answers: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
-        """Return a turn's prompt in the chat template: the earlier turns with their answers, then its question.
+        """Return a turn's prompt in the chat template: the earlier turns with their answers, and the turn's question.
 
-        ``context``: put text before the prompt until it has this many tokens at most.
+        ``context``: text is put before the prompt to make it as long as possible with at most this many tokens.
         """
         question = self.questions[index]
         messages = [*question.opening]
@@ -209,7 +209,7 @@ class Asker:
     def _filled(self, question: Question, messages: list[dict[str, Any]], context: int) -> tuple[int, ...]:
         """Return the prompt, filled up to at most ``context`` tokens by text before the user's first message.
 
-        A longer plain text is cut at its end; a longer user message loses its beginning.
+        If it is longer, a plain text is cut at its end, and a user message loses its beginning.
         """
         if question.plain and len(tokens := self._encode(messages, question)) >= context:
             return tokens[:context]
@@ -227,12 +227,12 @@ class Asker:
                 return tokens
             room -= len(tokens) - context
         raise UserError(
-            f"a context of {context} tokens is too short for question {question.id} in its chat template: give more "
+            f"a context of {context} tokens is too short for question {question.id} in its chat template: use more "
             "tokens"
         )
 
     def _tail_ids(self, question: Question, text: str, context: int) -> list[int]:
-        """Return at least ``context`` tokens, or as many as the file has: earlier questions, then the text."""
+        """Return at least ``context`` tokens, or as many as the file has: earlier questions, followed by the text."""
         filler = self.filler or self.questions
         at = next((index for index, other in enumerate(filler) if other.id == question.id), 0)
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -244,13 +244,13 @@ class Asker:
         return ids
 
     def asked(self) -> dict[str, Any]:
-        """Describe what every method was asked: the template and its digest, and the turns.
+        """Describe what every method was asked: the template with its digest, and the turns.
 
         ``questions_sha256`` covers ids, tasks and the texts of later turns; digests of first turns are in the records.
         """
         chat = self.tokenizer.chat_template is not None and not all(question.plain for question in self.questions)
         template = self.tokenizer.chat_template if chat else None
-        if template is not None and not isinstance(template, str):  # several templates by name
+        if template is not None and not isinstance(template, str):  # several named templates
             template = json.dumps(template, sort_keys=True)
         questions = [(each.id, each.task, each.later if self.all_turns else ()) for each in self.questions]
         return {
@@ -298,9 +298,9 @@ class Wave:
 
 
 def waves_of(tasks: Sequence[str | None], batch_size: int) -> list[Wave]:
-    """Group the questions into waves: one each at batch size 1, else about twice the batch size from the same task.
+    """Group the questions into waves of one, or at larger batch sizes of about twice the batch size from one task.
 
-    A task's waves have equal sizes, because a small last wave would leave rows of the batch empty.
+    The waves of a task have equal sizes, because a small last wave would leave rows of the batch empty.
     """
     groups: list[list[int]] = []
     for task in dict.fromkeys(tasks):

@@ -1,8 +1,8 @@
-"""Records of an evaluation: one JSON line per wave and method, written at once, so a killed run can resume.
+"""Records of an evaluation: one JSON line per wave and method, written immediately, so that a killed run can resume.
 
 Each process writes ``runs-RANK.jsonl`` in the output folder. The first line of a file is its provenance. Its
 ``identity`` lists the settings that determine the records and is the same in all files of a folder. The other fields
-give the versions, machine and commit.
+contain the versions, machine and commit.
 """
 
 import json
@@ -17,8 +17,8 @@ from decoding.measure.methods import Run
 from decoding.metrics import StepCount
 
 Margin = float | Literal["ended"] | None
-"""Gap between the two tokens' logits where a greedy text first differs from plain decoding's; "ended" if one text stops
-there and the other continues; None for equal texts."""
+"""Gap between the two tokens' logits where a greedy text first differs from plain decoding's text; "ended" if one stops
+there and the other continues; None if the texts are equal."""
 
 _ABOUT = ("hardware", "versions", "commit", "processes")
 """Provenance fields that may differ between the files of a folder; times of such files are not comparable."""
@@ -32,7 +32,10 @@ class GridCell(NamedTuple):
 
 
 class RunKey(NamedTuple):
-    """The name of a record. ``turn`` counts turns of the conversation and ``round`` repetitions, each from 0."""
+    """The name of a record.
+
+    ``turn`` counts the turns of the conversation and ``round`` the repetitions, both from 0.
+    """
 
     cell: GridCell
     wave: int
@@ -60,7 +63,7 @@ class Records:
         self.by_key: dict[RunKey, Record] = {}
         self.margins: dict[RunKey, tuple[Margin, ...]] = {}
         self.left_out: dict[tuple[GridCell, int, int, str], tuple[str, ...]] = {}
-        """Ids of questions with a later turn that was too long, by cell, wave, turn and setting."""
+        """Ids of the questions that had a later turn that was too long, by cell, wave, turn and setting."""
         self.cost_curve: dict[int, float] | None = None
         for line in known:
             self.take(line)
@@ -69,7 +72,7 @@ class Records:
         """Provenance of the lines added from now on; it is written together with the first of them."""
 
     def take(self, line: Mapping[str, Any]) -> None:
-        """Add the content of a line."""
+        """Add the content of a line that was read."""
         if "cost_curve" in line:
             self.cost_curve = {int(size): float(seconds) for size, seconds in line["cost_curve"].items()}
             return
@@ -87,7 +90,7 @@ class Records:
             self.by_key[key] = Record(key, tuple(line["prompts"]), tuple(line["digests"]), runs)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add a line, write it and flush, so that a kill cannot lose it."""
+        """Add a line and write it to the file immediately, so that it survives a kill."""
         self.take(line)
         if self._file is not None:
             new = [line] if self.provenance is None else [{"provenance": self.provenance}, line]
@@ -115,7 +118,7 @@ def line_of(key: RunKey, **content: Any) -> dict[str, Any]:
 
 
 def _run(values: Sequence[Any]) -> Run:
-    """Rebuild a run from JSON: a list of its fields in order."""
+    """Rebuild a run from its JSON, which lists the fields in order."""
     run = Run(*values)
     return run._replace(tokens=tuple(run.tokens), counts=tuple(StepCount(*counts) for counts in run.counts))
 
@@ -126,8 +129,8 @@ def _run(values: Sequence[Any]) -> Run:
 def open_records(folder: Path, rank: int, provenance: Mapping[str, Any]) -> Records:
     """Open the file of process ``rank`` and resume where an earlier run with the same settings stopped.
 
-    First call `check_identity` on every process. No process may start before all have opened their files. A partial
-    last line, left by a kill, is cut off.
+    First call `check_identity` on every process. No process may start before all processes have opened their files. A
+    partial last line, left by a kill, is cut off.
     """
     path = folder / f"runs-{rank}.jsonl"
     known = [line for file in record_files(folder) for line in read_lines(file)]
@@ -150,10 +153,10 @@ def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
             continue
         found = provenance_of(lines, file).get("identity", {})
         for name in {**wanted, **found}:
-            if (found.get(name) or None) != (wanted.get(name) or None):  # older records lack options that are off
+            if (found.get(name) or None) != (wanted.get(name) or None):  # older records omit options that are off
                 raise UserError(
                     f"{file} contains runs with {name} {json.dumps(found.get(name)):.60}, not "
-                    f"{json.dumps(wanted.get(name)):.60}: give another --output, or --restart to delete them"
+                    f"{json.dumps(wanted.get(name)):.60}: use another --output, or --restart to delete them"
                 )
 
 
@@ -182,7 +185,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def provenance_of(lines: Sequence[Mapping[str, Any]], path: Path) -> dict[str, Any]:
     """Return the provenance in the first of a file's lines; raise UserError if it is missing."""
     if not lines or "provenance" not in lines[0]:
-        raise UserError(f"{path} does not begin with a provenance: give a file that `headstart evaluate` wrote")
+        raise UserError(f"{path} does not begin with a provenance: use a file that `headstart evaluate` wrote")
     return dict(lines[0]["provenance"])
 
 

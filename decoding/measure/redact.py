@@ -1,6 +1,6 @@
 """Removal of local paths and secrets from texts before they are published.
 
-All functions are pure, except that `is_hub_id`, `published_command` and `published_name` check which files exist.
+Only `is_hub_id`, `published_command` and `published_name` look at the disk, to check which files exist.
 """
 
 import os
@@ -79,7 +79,7 @@ def without_local_paths(value: Any) -> Any:
 
 
 def without_secrets(text: str) -> str:
-    """Return the text with its secrets replaced by `WITHHELD`; paths stay."""
+    """Return the text with secrets replaced by `WITHHELD`; paths stay as they are."""
     for secret in (_HEADER, _QUERY):
         text = secret.sub(rf"\g<1>{WITHHELD}", text)
     return _SECRET.sub(WITHHELD, text)
@@ -92,7 +92,7 @@ def published_command(arguments: Sequence[str]) -> str:
 
 
 def _published_word(word: str) -> str:
-    """Clean a word of the command line: also in an option's value or a drafter's ``NAME:PATH,option=value``."""
+    """Clean a word of the command line, including an option's value and a drafter's ``NAME:PATH,option=value``."""
     parts = re.split(r"([=,]|(?<=[a-z]):)", without_secrets(word)) if "://" not in word else [word]
     return "".join(published_name(part) for part in parts)
 

@@ -1,4 +1,4 @@
-"""The typed figures of an evaluation, and their JSON, which is written and read here alone.
+"""The typed figures of an evaluation, and their JSON, which is written and read only here.
 
 A figure that was not measured is None, which is null in JSON.
 """
@@ -19,7 +19,7 @@ from decoding.metrics import FEWEST, Estimate
 
 @dataclass(frozen=True)
 class Figure:
-    """An estimate with its 95% interval, which is None if too few observations support one."""
+    """An estimate with its 95% interval; the interval is None if there are too few observations."""
 
     value: float | None
     low: float | None = None
@@ -39,7 +39,7 @@ class Quartiles:
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Percentiles in milliseconds; None if fewer than one value is expected above the percentile."""
+    """Percentiles in milliseconds; a percentile is None if less than one value is expected above it."""
 
     p50: float | None
     p90: float | None
@@ -52,8 +52,8 @@ class Latency:
     """Latency of a server's answers.
 
     ``under_way`` is the mean number of concurrent requests. ``ttft_ms``: from the request to the first text.
-    ``tpot_ms``: the time after the first text / the further tokens, per answer. ``itl_ms``: between two events of an
-    answer; one event may contain several tokens.
+    ``tpot_ms``: the time after the first text divided by the number of further tokens, per answer. ``itl_ms``: between
+    two events of an answer; one event may contain several tokens.
     """
 
     requests: int
@@ -69,9 +69,9 @@ class Latency:
 
 @dataclass(frozen=True)
 class SameTexts:
-    """How many greedy texts equal plain decoding's; ``margins`` lists `margin_of` of the others, sorted.
+    """How many greedy texts equal plain decoding's; ``margins`` lists the sorted `margin_of` all others.
 
-    ``largest_margin`` is None if texts differ only because one ended early, or if no logits are known.
+    ``largest_margin`` is None if texts differ only because one of them ended early, or if logits are unknown.
     """
 
     identical: int
@@ -108,7 +108,7 @@ class ReportRow:
     drafts: str | None = None
     policy: str | None = None
     prompts: int | None = None
-    # Speed. A speed-up "of totals" weighs a prompt by its tokens; the other is over paired runs, with equal weight.
+    # Speed. The speed-up "of totals" weighs a prompt by its tokens; the other one gives all paired runs equal weight.
     tokens_per_second: Figure | None = None
     tokens_per_second_with_prefill: Figure | None = None
     speedup_of_totals: Figure | None = None
@@ -137,7 +137,7 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class Sample:
-    """A decoded text: the end of its prompt, and ``pieces``, each a text and True if it was drafted."""
+    """A decoded text: the end of its prompt, and ``pieces``, each with a text and True if the text was drafted."""
 
     setting: str
     method: str
@@ -148,7 +148,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Report:
-    """An evaluation: ``rows`` of its first cell, ``grid`` of the other cells, ``tasks`` of the first cell by task."""
+    """An evaluation: ``rows`` describe the first cell, ``grid`` the other cells, ``tasks`` the first cell by task."""
 
     rows: tuple[ReportRow, ...] = ()
     grid: tuple[ReportRow, ...] = ()
@@ -174,7 +174,7 @@ class Report:
     questions: int | None = None
     rounds: int | None = None
     max_new_tokens: int | None = None
-    # Where. An evaluation that was resumed has all ``processors`` and ``commits``.
+    # Where it was measured. A resumed evaluation lists all ``processors`` and ``commits``.
     hardware: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, Any] = field(default_factory=dict)
     commit: str | None = None
@@ -193,7 +193,7 @@ class Report:
 
 
 def figure_of(found: Estimate) -> Figure:
-    """Return an estimate without its interval if it has too few observations to be trusted."""
+    """Return the estimate, without an interval if there are too few observations to trust it."""
     ends = (None, None) if found.observations < FEWEST else (_measured(found.low), _measured(found.high))
     return Figure(_measured(found.value), *ends, found.observations)
 
@@ -211,7 +211,7 @@ def _measured(value: float) -> float | None:
 
 
 def as_json(value: Any) -> Any:
-    """Return a value of JSON: dataclasses as objects; NaN and infinity as null, because JSON has neither."""
+    """Return a value for JSON. Dataclasses become objects; NaN and infinity become null, because JSON has neither."""
     if is_dataclass(value) and not isinstance(value, type):
         return as_json(asdict(value))
     if isinstance(value, Mapping):
@@ -222,7 +222,7 @@ def as_json(value: Any) -> Any:
 
 
 def report_from_json(content: Mapping[str, Any]) -> Report:
-    """Read a report of any version, in which parts may be missing or null; UserError for a malformed part."""
+    """Read a report of any version, in which parts may be missing or null; raise UserError for a malformed part."""
     try:
         return _REPORT.validate_python(_without_null(content))
     except ValidationError as error:
@@ -233,7 +233,7 @@ def report_from_json(content: Mapping[str, Any]) -> Report:
 
 
 def _without_null(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the nulls of the report and of its rows: what is missing has the default."""
+    """Drop the nulls of the report and of its rows, so that missing values get their defaults."""
     kept = {name: value for name, value in content.items() if value is not None}
     for name in kept.keys() & {"rows", "grid", "tasks"}:
         kept[name] = [_without_null(row) for row in kept[name]]

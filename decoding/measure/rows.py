@@ -1,4 +1,4 @@
-"""Rows of a report: the figures of each method, computed from the records alone."""
+"""Rows of a report: the figures of each method, computed only from the records."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ from decoding.model.cost_curve import pass_over
 def figures_of(
     records: Records, methods: Sequence[Method], cells: Sequence[GridCell], tasks: Mapping[str, str | None]
 ) -> Report:
-    """Return the report's rows and counts; the rest of it is not set.
+    """Return the report's rows and counts; nothing else in it is set.
 
-    The rows of the first of ``cells`` are ``rows``, all others are ``grid``. ``tasks`` maps question ids to tasks.
+    The first of ``cells`` becomes ``rows``, all other cells become ``grid``. ``tasks`` maps question ids to tasks.
     """
     # The cost curve was measured on one text at a time.
     curve = records.cost_curve if cells[0].batch_size == 1 else None
@@ -49,7 +49,7 @@ def _rows(
     curve: Mapping[int, float] | None = None,
     ids: set[str] | None = None,
 ) -> list[ReportRow]:
-    """Return a row for each method with records in the cell, from the waves with all questions in ``ids``."""
+    """Return a row for each method with records in the cell; only waves with all their questions in ``ids`` count."""
     by_method: dict[tuple[str, str], list[Record]] = {}
     for record in sorted(records.by_key.values(), key=lambda record: record.key[1:]):
         if record.key.cell == cell and (ids is None or ids.issuperset(record.prompts)):
@@ -119,7 +119,7 @@ def tokens_and_seconds(record: Record, with_prefill: bool = False) -> tuple[floa
 
 
 def _by_wave(records: Sequence[Record], with_prefill: bool = False) -> dict[int, tuple[float, float]]:
-    """Return (tokens, seconds) of each wave; its turns and rounds are not independent, so they are summed."""
+    """Return (tokens, seconds) of each wave, summed over its turns and rounds, which are not independent."""
     found: dict[int, tuple[float, float]] = {}
     for record in records:
         tokens, seconds = found.get(record.key.wave, (0.0, 0.0))
@@ -129,7 +129,7 @@ def _by_wave(records: Sequence[Record], with_prefill: bool = False) -> dict[int,
 
 
 def _of_totals(mine: Sequence[Record], other: Sequence[Record], with_prefill: bool = False) -> Figure | None:
-    """Return the ratio of total tokens per second, mine over the other's; a prompt weighs as much as its tokens."""
+    """Return the ratio of total tokens per second, mine over the other's; prompts are weighted by their tokens."""
     if not mine or not other:
         return None
     ours, theirs = _by_wave(mine, with_prefill), _by_wave(other, with_prefill)
@@ -137,7 +137,7 @@ def _of_totals(mine: Sequence[Record], other: Sequence[Record], with_prefill: bo
 
 
 def _of_pairs(mine: Sequence[Record], other: Sequence[Record], with_prefill: bool = False) -> Quartiles | None:
-    """Return the ratios of tokens per second of paired runs, mine over the other's, all with equal weight."""
+    """Return the ratios of tokens per second of paired runs, mine over the other's; all have equal weight."""
     if not mine or not other:
         return None
     pairs = {_repetition(each): tokens_and_seconds(each, with_prefill) for each in other}

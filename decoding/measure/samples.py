@@ -1,4 +1,4 @@
-"""Samples of decoded texts that mark which tokens came from the draft."""
+"""Samples of decoded texts, in which the tokens from the draft are marked."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ _MOST = 4
 
 
 def samples_of(measurement: Measurement, rows: Sequence[ReportRow], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """Return up to four texts from the first cell: two per setting, by its fastest drafter, on different tasks."""
+    """Return up to four texts of the first cell: two per setting, from its fastest drafter, on different tasks."""
     cell = cells_of(measurement.config)[0]
     found: list[Sample] = []
     for setting in dict.fromkeys(row.setting for row in rows):

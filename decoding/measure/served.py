@@ -22,7 +22,7 @@ from decoding.metrics import ratio_of_sums, share
 SERVED = "served"
 """Method name of the endpoint; the baseline endpoint, which does not speculate, is plain decoding."""
 _AT_ONCE = 0.01
-"""An answer was not streamed if its events all arrive within this share of its time."""
+"""An answer counts as not streamed if all its events arrive within this share of its time."""
 _WHOLE_LOAD = 0.9
 """Share of the requested concurrency that the mean concurrency must reach."""
 
@@ -41,9 +41,10 @@ class Timing(NamedTuple):
 
 
 def shares_of_time(spans: Sequence[tuple[float, float]]) -> list[float]:
-    """Return each answer's share of the wall time; concurrent answers share it equally. ``spans`` are (begin, end).
+    """Return each answer's share of the wall time; concurrent answers share it equally.
 
-    The shares add up to the time with any answer in progress, so tokens divided by shares are the throughput.
+    ``spans`` are pairs (begin, end). The shares add up to the time in which any answer was in progress, so tokens
+    divided by shares are the throughput.
     """
     shares = [0.0] * len(spans)
     for begin, end in pairwise(sorted({moment for span in spans for moment in span})):
@@ -56,7 +57,7 @@ def shares_of_time(spans: Sequence[tuple[float, float]]) -> list[float]:
 def latency(timings: Mapping[str, Sequence[Timing]], seconds: float) -> Latency:
     """Return latency figures of the answers. ``timings`` holds the answers of each prompt.
 
-    ``seconds`` is the time with any answer in progress.
+    ``seconds`` is the time in which any answer was in progress.
     """
     every = [timing for each in timings.values() for timing in each]
     written = [each for each in every if each.arrivals]
@@ -92,8 +93,8 @@ def _percentiles(seconds: Iterable[float]) -> Percentiles:
 def with_counters(row: ReportRow, counters: Sequence[Mapping[str, Any]]) -> ReportRow:
     """Add the acceptance figures of a cell from a server's counters, summed over rounds.
 
-    They have no intervals: counters do not say which passes belong to one text, and passes of a text are alike. If the
-    counts by position do not add up to the accepted tokens, only ``counters_disagree`` is set.
+    The figures have no intervals: counters do not say which passes belong to the same text, and passes of a text are
+    similar. If the counts by position do not add up to the accepted tokens, only ``counters_disagree`` is set.
     """
     drafts = sum(round(each["drafts"] or 0) for each in counters)
     if not drafts:
@@ -136,7 +137,7 @@ def served_figures(
 
 
 def _measurable(row: ReportRow, counted: bool) -> ReportRow:
-    """Drop the figures that only one process can measure, and without counted tokens all rates."""
+    """Drop the figures that need our own process and, if tokens were not counted, all rates."""
     row = replace(
         row,
         tokens_per_second_with_prefill=None,
@@ -156,7 +157,7 @@ def _of_server(row: ReportRow, by_key: Mapping[RunKey, Mapping[str, Any]]) -> Re
         timings.setdefault(line["prompts"][0], []).append(Timing(*line["timing"]))
     seconds = sum(Run(*line["runs"][0]).decode_seconds for line in mine.values())
     row = replace(row, latency=latency(timings, seconds))
-    if row.passes is None:  # else each request was counted
+    if row.passes is None:  # otherwise each request was counted
         row = with_counters(row, [line["counters"] for line in mine.values() if line.get("counters")])
     if row.temperature == 0 and row.method != PLAIN:
         return replace(row, identical_to_plain=_identity(mine, by_key))
@@ -168,7 +169,7 @@ def _is_of(key: RunKey, row: ReportRow) -> bool:
 
 
 def _identity(mine: Mapping[RunKey, Mapping[str, Any]], by_key: Mapping[RunKey, Mapping[str, Any]]) -> SameTexts | None:
-    """Count the greedy texts that equal the plain endpoint's; servers give no logits, so margins are unknown."""
+    """Count the greedy texts that equal the plain endpoint's; servers do not report logits, so margins are unknown."""
     pairs = [(line, by_key.get(key._replace(method=PLAIN))) for key, line in mine.items()]
     same = [line["timing"][4] == plain["timing"][4] for line, plain in pairs if plain is not None]
     return SameTexts(sum(same), len(same), 0.0 if all(same) else None) if same else None
@@ -177,9 +178,9 @@ def _identity(mine: Mapping[RunKey, Mapping[str, Any]], by_key: Mapping[RunKey, 
 def _notes(rows: Sequence[ReportRow]) -> tuple[str, ...]:
     notes = []
     if all(row.method != PLAIN for row in rows):
-        notes.append("Only one endpoint was measured, so the speed-up is unknown: give --baseline-endpoint.")
+        notes.append("Only one endpoint was measured, so the speed-up is unknown: add --baseline-endpoint.")
     if any(row.passes for row in rows if row.method == PLAIN):
-        notes.append("The baseline server counted drafts: it speculates too, or it served other clients.")
+        notes.append("The baseline server counted drafts: it also speculates, or it served other clients.")
     for row in rows:
         if row.method != SERVED or (figures := row.latency) is None:
             continue
@@ -187,7 +188,7 @@ def _notes(rows: Sequence[ReportRow]) -> tuple[str, ...]:
         if row.counters_disagree:
             notes.append(f"The server's counters contradict each other ({load}): acceptance is unknown.")
         elif row.acceptance_length is None:
-            notes.append(f"The server counted no drafts ({load}): it serves no metrics, or does not speculate.")
+            notes.append(f"The server counted no drafts ({load}): it has no metrics page, or it does not speculate.")
         if not figures.streamed:
             notes.append(f"Answers were not streamed ({load}): times between the request and the end are unknown.")
         if figures.under_way is None:

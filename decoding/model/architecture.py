@@ -10,13 +10,13 @@ from decoding.errors import UserError
 
 STATIC_MODES = ("auto", "eager", "graphs")
 STATIC_CHOICES = ("auto", "off", "eager", "graphs")
-"""Ways to run steps, by the names that users give; `STATIC_MODES` run in fixed shapes."""
+"""Ways to run steps, by the names that users write; `STATIC_MODES` are those with fixed shapes."""
 
 
 def layer_types(text_config: PreTrainedConfig) -> tuple[str, ...]:
-    """Return the type of each layer for architectures with one mask per layer type, else an empty tuple.
+    """Return the type of each layer if the architecture has one mask per layer type; otherwise return an empty tuple.
 
-    Configs of other architectures (Mistral) may list types too, but every layer gets the same mask.
+    Configs of other architectures (Mistral) may also list types, but every layer gets the same mask.
     """
     declared = hasattr(type(text_config), "layer_types")
     return tuple(getattr(text_config, "layer_types", None) or ()) if declared else ()
@@ -42,7 +42,8 @@ def shortest_window(text_config: PreTrainedConfig) -> int | None:
 def max_positions(text_config: PreTrainedConfig) -> int | None:
     """Return the greatest length of a text, in tokens; None if the config sets no limit.
 
-    Longrope is limited to its original length: beyond it the frequencies change, and all cached keys would be wrong.
+    Longrope is limited to its original length: beyond that length the frequencies change, and all cached keys would be
+    wrong.
     """
     longest: int | None = getattr(text_config, "max_position_embeddings", None)
     found = _rope_parameters(text_config)
@@ -59,9 +60,9 @@ def _rope_parameters(text_config: PreTrainedConfig) -> list[dict[str, Any]]:
 def why_not_static(model: PreTrainedModel) -> str | None:
     """Return the reason why a model's steps cannot have fixed shapes, with a remedy; None if they can.
 
-    Some rotary embeddings choose their frequencies by a step's longest position. The host then reads this position
-    from the device, and a CUDA graph cannot record that (transformers' `dynamic_rope_update`; the latest longrope
-    avoids it). Also, a graph covers only one device.
+    Some rotary embeddings choose their frequencies by a step's longest position. The host then reads this position from
+    the device, which a CUDA graph cannot record (transformers' `dynamic_rope_update`; the latest longrope avoids it).
+    In addition, a graph covers only one device.
     """
     if reason := why_no_trees(model):
         return f"{reason}, so its steps cannot have fixed shapes: leave static out"
@@ -83,9 +84,9 @@ def why_not_static(model: PreTrainedModel) -> str | None:
 def check_static(static: str, device: torch.device) -> None:
     """Raise UserError for a choice that is unknown or that the device does not support."""
     if static not in STATIC_CHOICES:
-        raise UserError(f"static is {static!r}: give one of {', '.join(STATIC_CHOICES)}")
+        raise UserError(f"static is {static!r}: use one of {', '.join(STATIC_CHOICES)}")
     if static == "graphs" and device.type != "cuda":
-        raise UserError(f"static is graphs, which need a CUDA device, not {device.type}: give auto or eager")
+        raise UserError(f"static is graphs, which need a CUDA device, not {device.type}: use auto or eager")
 
 
 def static_of(choice: str, model: PreTrainedModel) -> str | None:
@@ -112,7 +113,7 @@ def is_spread(model: PreTrainedModel) -> bool:
 
 @torch.inference_mode()
 def key_devices(model: PreTrainedModel) -> tuple[torch.device, ...] | None:
-    """Return the device of each layer's keys, found by running one token; None for a model on one device."""
+    """Run one token, and return the device of each layer's keys; None if the model is on one device."""
     if not is_spread(model):
         return None
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
@@ -121,7 +122,7 @@ def key_devices(model: PreTrainedModel) -> tuple[torch.device, ...] | None:
 
 
 class Abilities(NamedTuple):
-    """Abilities of a causal LM: None for each that it has, else the reason why it lacks it."""
+    """Abilities of a causal LM: each field is None if the model has the ability, and otherwise the reason why not."""
 
     training: str | None
     plain: str | None
@@ -137,8 +138,8 @@ class Abilities(NamedTuple):
 def abilities(model: PreTrainedModel) -> Abilities:
     """Return a model's abilities, as docs/reference/targets.md lists them for all families.
 
-    ``training`` of heads and drafts; ``plain`` decoding; drafted ``chains`` and ``trees``; steps of ``static`` shapes.
-    Weights are not read, so they may be on the meta device.
+    The abilities are: ``training`` of heads and drafts, ``plain`` decoding, drafted ``chains`` and ``trees``, and steps
+    of ``static`` shapes. Weights are not read, so they may be on the meta device.
     """
     unfit = why_unfit(model)
     chains = unfit or why_no_chains(model)
@@ -147,7 +148,7 @@ def abilities(model: PreTrainedModel) -> Abilities:
 
 
 RESTARTING = ("falcon_mamba", "jamba", "mamba", "roformer", "trocr", "zamba")
-"""Families whose `transformers` code starts the text anew when several tokens follow a cache."""
+"""Families whose `transformers` code starts the text again when several tokens follow a cache."""
 CACHE_OF_THEIR_OWN = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
 """Families that keep their states outside a `DynamicCache`: every pass runs the whole text."""
 
@@ -169,12 +170,12 @@ def why_unfit(model: PreTrainedModel) -> str | None:
     """Return the reason why a model is not a causal LM, with a remedy; None if it is one."""
     config, kind = model.config, model.config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        return f"{kind} is an encoder-decoder model: give a decoder-only causal LM"
-    # Old config files set is_decoder for any model. The GPT-NeoX family declares is_decoder, but does not read it.
+        return f"{kind} is an encoder-decoder model: use a decoder-only causal LM"
+    # Old config files set is_decoder for any model. The GPT-NeoX family declares is_decoder but does not read it.
     text_config = config.get_text_config(decoder=True)
     declared = hasattr(type(text_config), "is_decoder") and not kind.startswith("gpt_neox")
     if declared and not text_config.is_decoder:
-        return f"{kind} reads texts in both directions: give a causal LM, or set is_decoder in its config"
+        return f"{kind} reads texts in both directions: use a causal LM, or set is_decoder in its config"
     if model.get_output_embeddings() is None:
         return f"{type(model).__name__} lacks an lm_head: load the model with AutoModelForCausalLM"
     return None

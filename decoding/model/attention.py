@@ -1,8 +1,8 @@
 """Scaled dot-product attention without copies of the cache.
 
 With grouped-query models, `transformers`' sdpa repeats keys and values for every query head if there is a mask or more
-than one query. This copies the whole prefix in every layer of every step. `grouped_attention` instead treats the query
-heads of a group as more queries of one head, and reads the cache in place.
+than one query. This copies the whole prefix, in every layer and every step. `grouped_attention` instead treats the
+query heads of a group as more queries of one head, and reads the cache in place.
 """
 
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ from transformers.masking_utils import sdpa_mask
 
 _GROUPED = "headstart"
 _LAID_OUT: ContextVar[dict[int, tuple[Tensor, Tensor]] | None] = ContextVar("laid_out", default=None)
-"""Masks of the running pass by id, each with its repeated form, because all layers of a kind share a mask."""
+"""Masks of the current pass by id, each with its repeated form; all layers of the same kind share a mask."""
 
 
 def leave_out_cudnn() -> None:
-    """Switch off cuDNN's attention in this process, also for decoding by transformers.
+    """Switch off cuDNN's attention in this process, which includes decoding by transformers.
 
     On recent GPUs torch tries cuDNN first. cuDNN builds a plan for every new key length, which takes tens of
     milliseconds in each step of a growing text, and for each new padded length of a batch.
@@ -63,7 +63,7 @@ def grouped_attention(
     """Attend, with `transformers`' signature: query (batch, heads, queries, dim), key (batch, groups, keys, dim).
 
     Calls `transformers`' sdpa if there is no mask (a prefill), if heads do not share keys, or if there are options
-    besides a mask; sdpa rejects unknown options. Returns (batch, queries, heads, dim) and None.
+    other than a mask; sdpa rejects unknown options. Returns (batch, queries, heads, dim) and None.
     """
     batch, heads, queries, dim = query.shape
     groups = key.shape[1]
@@ -91,7 +91,7 @@ def _for_each_head(mask: Tensor, shared: int) -> Tensor:
     rows, _, queries, keys = mask.shape
     repeated = mask[:, :, None].expand(-1, -1, shared, -1, -1).reshape(rows, 1, shared * queries, keys)
     if known is not None:
-        known[id(mask)] = mask, repeated  # holding the mask keeps its id from being reused
+        known[id(mask)] = mask, repeated  # as long as the mask exists, its id is not reused
     return repeated
 
 

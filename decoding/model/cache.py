@@ -1,8 +1,8 @@
-"""A preallocated key-value cache for transformers: append a block, keep one path of it, drop the rest.
+"""A preallocated key-value cache for transformers: it appends a block, keeps one path of it and drops the rest.
 
-Rows of a batch may differ in length. Nothing is concatenated or recomputed. A step writes keys and values after each
-row's committed prefix, attention reads views of the buffers, and `commit` moves the accepted nodes together (in a chain
-no node moves).
+The rows of a batch may differ in length. Nothing is concatenated or recomputed. A step writes keys and values after
+each row's committed prefix, attention reads views of the buffers, and `commit` closes the gaps between accepted nodes
+(in a chain there are none).
 """
 
 import itertools
@@ -22,12 +22,12 @@ _BUFFERS = itertools.count(1)
 
 @dataclass(frozen=True)
 class _Block:
-    """The place of a forward in the cache: row i of the batch writes to slot ``slots[i]`` from ``starts[i]`` on."""
+    """The place of a pass in the cache: row i of the batch writes to slot ``slots[i]`` from ``starts[i]`` on."""
 
     slots: Sequence[int]
     starts: Sequence[int]
     positions: tuple[Tensor, ...] | None
-    """Positions to write, (rows, block) on each device; None if all rows start at the same position."""
+    """Positions to write, a (rows, block) tensor for each device; None if all rows start at the same position."""
     keys: int
     """Number of positions of the buffers that attention reads."""
 
@@ -72,7 +72,7 @@ class PreallocatedLayer(CacheLayerMixin):
         if key_states.shape[1::2] != self.keys.shape[1::2] or value_states.shape[1::2] != self.values.shape[1::2]:
             raise UserError(
                 "the layers of this model have keys of different shapes (heads and widths "
-                f"{list(self.keys.shape[1::2])} and {list(key_states.shape[1::2])}): give a model with equal layers"
+                f"{list(self.keys.shape[1::2])} and {list(key_states.shape[1::2])}): use a model with equal layers"
             )
         if block.is_prefill:
             for row, slot in enumerate(block.slots):
@@ -94,7 +94,7 @@ class PreallocatedLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the number of cached positions that transformers assumes: the longest row's."""
+        """Return the number of cached positions that transformers assumes, which is that of the longest row."""
         block = self._owner.block
         return max(block.starts) if block is not None else max(self._owner.lengths)
 
@@ -106,12 +106,12 @@ class PreallocatedCache(Cache):
     """Keys and values of every layer and row in two stacked buffers per device, allocated at first use.
 
     ``capacity`` is the initial size in positions, not a limit: a longer text doubles the buffers (one copy, amortised).
-    Sliding-window layers also keep all positions, and the mask applies the window, so rejected tokens can always be
-    dropped.
+    Sliding-window layers also keep all positions, and the mask applies the window; rejected tokens can therefore always
+    be dropped.
 
     ``lengths[slot]`` is the number of cached positions of a row. ``text`` contains the tokens of row 0 whose keys are
-    certainly cached, and ``states`` the kept states after a drafter's taps at the first of these tokens. The decoding
-    loop updates ``text`` and ``states`` in caches that serve several calls.
+    certainly cached. ``states`` are the states after a drafter's taps that were kept, from the first of these tokens
+    on. The decoding loop updates ``text`` and ``states`` in caches that serve several calls.
     """
 
     def __init__(
@@ -135,10 +135,10 @@ class PreallocatedCache(Cache):
         self._taps: tuple[int, ...] = ()
         self._held: tuple[_Buffers, ...] = ()  # buffers of each device; empty before the first block
         self._handed_out: tuple[_Buffers, ...] = self._held
-        """Buffers whose views the layers use; differs from `_held` after an interrupt between buffers and views."""
+        """Buffers whose views the layers use; they differ from `_held` only if an interrupt came between the two."""
 
     def begin(self, slots: Sequence[int], size: int, device: torch.device, own: Sequence[int] | None = None) -> int:
-        """Announce a forward that appends ``size`` positions to each row in ``slots``; return how many keys it reads.
+        """Announce a pass that appends ``size`` positions to each row in ``slots``; return how many keys it reads.
 
         Only the first ``own[i]`` positions belong to row i (None: all). The rest is padding and never grows the
         buffers: padding without room overwrites the last position, which no row then uses. Rows with content must be
@@ -159,7 +159,7 @@ class PreallocatedCache(Cache):
         return keys
 
     def begin_static(self, positions: Tensor, keys: int) -> None:
-        """Announce a forward whose rows write at ``positions`` (rows, block) and attend to ``keys`` positions.
+        """Announce a pass whose rows write at ``positions`` (rows, block) and attend to ``keys`` positions.
 
         Nothing here depends on the rows' lengths (see `decoding.model.static`).
         """
@@ -167,7 +167,7 @@ class PreallocatedCache(Cache):
         self.block = _Block(range(rows), (keys,) * rows, (positions,), keys)
 
     def end(self, written: Sequence[int]) -> None:
-        """Finish the forward: row i keeps the first ``written[i]`` positions of its block; the rest is padding."""
+        """Finish the pass: row i keeps the first ``written[i]`` positions of its block; the rest is padding."""
         assert self.block is not None
         self.advance(self.block.slots, written)
         self.block = None
@@ -194,14 +194,14 @@ class PreallocatedCache(Cache):
         return self._held[place].row_index
 
     def restart(self, capacity: int) -> None:
-        """Drop all texts and give the buffers to a new generation, with room for ``capacity``; end older leases."""
+        """Drop all texts and lease the buffers to a new generation, with room for ``capacity``; older leases end."""
         self.lease += 1
         self.lengths = [0] * self.rows
         self.block, self.text, self.states = None, [], []
         self.reserve(capacity)
 
     def take(self) -> int:
-        """Give the buffers to a new generation and end older leases; return the lease for `check`."""
+        """Lease the buffers to a new generation and end older leases; return the new lease for `check`."""
         self.lease += 1
         return self.lease
 
@@ -228,14 +228,14 @@ class PreallocatedCache(Cache):
 
     def _new_buffer(self, like: Tensor, layers: int, capacity: int, device: torch.device) -> Tensor:
         heads, _, dim = like.shape[-3:]
-        # Zeros, not uninitialised memory: attention also reads masked positions, and 0 * NaN is NaN.
+        # Zeros instead of uninitialised memory: attention also reads masked positions, and 0 * NaN is NaN.
         return like.new_zeros(layers, self.rows, heads, capacity, dim, device=device)
 
     def _grow(self, needed: int) -> None:
         """Double the buffers until ``needed`` positions fit, and copy their content.
 
-        Buffers grow one by one, so at most one old buffer exists next to its new one. ``capacity`` is set last, so an
-        earlier error (out of memory) leaves the cache usable.
+        Buffers grow one by one, so that at most one of them exists twice. ``capacity`` is set last: after an earlier
+        error (out of memory) the cache is still usable.
         """
         capacity = self.capacity
         while capacity < needed:
@@ -249,7 +249,7 @@ class PreallocatedCache(Cache):
         """Replace a device's keys or values by a copy with room for ``capacity`` positions; free the old buffer."""
         old: Tensor = getattr(self._held[place], name)
         layers, _, _, held, _ = old.shape
-        if held >= capacity:  # already grown before an error
+        if held >= capacity:  # it grew before an error
             return
         new = self._new_buffer(old, layers, capacity, old.device)
         new[..., :held, :] = old
@@ -292,7 +292,7 @@ class PreallocatedCache(Cache):
     def rewind(self, prompt: Sequence[int], taps: tuple[int, ...] = ()) -> int:
         """Cut row 0 to the longest prefix that it shares with ``prompt[:-1]``; return the prefix's length.
 
-        With ``taps`` the prefix is no longer than the kept states of these layers; other layers' states are dropped.
+        With ``taps`` the prefix is not longer than the kept states of these layers; states of other layers are dropped.
         """
         common = common_length(self.text, prompt[:-1])
         if taps:

@@ -1,4 +1,4 @@
-"""Any transformers causal LM behind one interface: tokens or trees in, hidden states and logits out."""
+"""One interface to any causal LM of transformers: it runs tokens or trees and returns hidden states and logits."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -30,11 +30,12 @@ from decoding.model.turns import CacheHolder, CacheTurns, lock_of
 from decoding.rules.tree import TokenTree
 
 _PREFILL_TOKENS = 1 << 14
-"""Most tokens, with padding, in one prefill pass. This fills a GPU; 32 texts of 8k at once would take 40 GB."""
+"""Most tokens, with padding, in one prefill pass. This many fill a GPU; 32 texts of 8k tokens in one pass would take 40
+GB."""
 
 
 class CausalLM:
-    """A causal language model, target or draft, ready to decode: rows of different lengths, a cache, tree attention."""
+    """A causal LM, target or draft, ready to decode: with rows of different lengths, a cache and tree attention."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class CausalLM:
         static: str | None = None,
         batch_invariant: bool = False,
     ) -> None:
-        """Wrap a model; a model in training mode is in eval mode only during each pass.
+        """Wrap a model. A model in training mode is switched to eval mode only during each pass.
 
         ``output_tokens``: the token id of each output of a draft with a trimmed lm_head (None: all tokens).
 
@@ -56,7 +57,7 @@ class CausalLM:
         """
         if reason := why_unfit(model):
             raise UserError(reason)
-        leave_out_cudnn()  # here, because every model is wrapped; the setting also affects transformers' own decoding
+        leave_out_cudnn()  # here, because every model is wrapped; this also affects decoding by transformers
         self.model = model
         self.lock = lock_of(model)
         """Lock of a decoding step, shared by all wrappers of the model."""
@@ -87,24 +88,24 @@ class CausalLM:
 
     @property
     def is_static(self) -> bool:
-        """True if steps have fixed shapes, or had them before they gave way; the model then has a single cache."""
+        """True if steps have fixed shapes, or had them until they gave way; the model then has a single cache."""
         return self._static is not None
 
     @property
     def shapes(self) -> str:
-        """How steps run now, for reports: as ``graphs``, ``eager`` in fixed shapes, or ``off``, in dynamic shapes."""
+        """How steps run now, for reports: as ``graphs``, ``eager`` in fixed shapes, or ``off`` (in dynamic shapes)."""
         if self._static is None or self._static.gave_way:
             return "off"
         return "graphs" if self._static.captures else "eager"
 
     def with_static(self, static: str | None) -> "CausalLM":
-        """Return the same model with this ``static``, sharing the weights; returns itself if nothing changes."""
+        """Return a model with this ``static`` that shares the weights; it is the same object if nothing changes."""
         if static == self.static:
             return self
         return CausalLM(self.model, self.output_tokens, static, self.batch_invariant)
 
     def at_its_fastest(self) -> "CausalLM":
-        """Return the model with ``static`` set by ``auto``; dropping the returned model frees its graphs and cache."""
+        """Return the model with ``static`` set as by ``auto``; dropping the result frees its graphs and cache."""
         return self.with_static(static_of("auto", self.model))
 
     @property
@@ -122,13 +123,13 @@ class CausalLM:
             )
         if self.no_trees is not None and not has_chains:
             raise UserError(
-                f"{self.no_trees}, but {drafter} drafts trees: give a {kind} model heads, a draft, dspark as a chain, "
+                f"{self.no_trees}, but {drafter} drafts trees: for {kind} use heads, a draft, dspark as a chain, "
                 "or a lookup of one branch"
             )
 
     @torch.inference_mode()
     def state_bytes(self) -> int:
-        """Return the bytes of one text's recurrent states, or 0; drafting a chain needs twice as much."""
+        """Return the bytes of one text's recurrent states (0 without any); drafting a chain needs twice as many."""
         return self._rows.state_bytes() if self._rows is not None else 0
 
     @cached_property
@@ -143,7 +144,7 @@ class CausalLM:
     def new_cache(self, capacity: int, rows: int = 1, generation: CacheHolder | None = None) -> PreallocatedCache:
         """Make a cache for ``rows`` texts of about ``capacity`` positions.
 
-        A static model restarts its only cache for ``generation``, once generations of other threads have released it.
+        A static model has only one cache, which restarts for ``generation`` after other threads have released it.
         """
         if self._rows is not None:
             return self._rows.new_cache(rows)
@@ -168,18 +169,16 @@ class CausalLM:
         """Run whole texts into empty ``slots`` of the cache.
 
         Returns hidden state and logits of each text's last token, (rows, hidden) and (rows, vocab). Shorter texts are
-        padded on the right, and no token attends to the padding. Texts run in groups of up to `_PREFILL_TOKENS` tokens
-        to bound memory.
-
-        ``slots`` None: the first slots. ``taps``: also return the states of all positions after these layers (from 0).
-        The states take 8 KiB per token and layer for an 8B model in bf16.
+        padded on the right, and no token attends to the padding. To limit memory, texts run in groups of up to
+        `_PREFILL_TOKENS` tokens. ``slots`` None means the first slots. ``taps``: also return the states of all
+        positions after these layers (from 0). The states take 8 KiB per token and layer for an 8B model in bf16.
         """
         slots = range(len(texts)) if slots is None else slots
         assert not any(cache.lengths[slot] for slot in slots), "these rows are not empty"
         if self._rows is not None:
             output = self._rows.run(texts, cache, slots, last=True, taps=taps)
             return output._replace(hidden=output.hidden[:, 0], logits=output.logits[:, 0])
-        # A batch-invariant model runs each text alone: the pass then depends on nothing but the text.
+        # A batch-invariant model runs each text alone, so that the pass depends only on the text.
         rows = 1 if self.batch_invariant else max(1, _PREFILL_TOKENS // max(len(text) for text in texts))
         outputs = []
         for begin in range(0, len(texts), rows):
@@ -226,7 +225,7 @@ class CausalLM:
 
     @torch.inference_mode()
     def step(self, tokens: Int[Tensor, " rows"], cache: PreallocatedCache) -> ModelOutput:
-        """Run one token after each row; do not wait for tokens that the device is still computing.
+        """Run one token after each row, without waiting for tokens that the device is still computing.
 
         Returns (rows, hidden) and (rows, vocab).
         """
@@ -261,7 +260,7 @@ class CausalLM:
         select: Callable[[Tensor], Tensor] | None,
         taps: Sequence[int] = (),
     ) -> ModelOutput:
-        """Run trees in fixed shapes if the model is static and the trees fit, else in dynamic shapes."""
+        """Run trees in fixed shapes if the model is static and the trees fit, and otherwise in dynamic shapes."""
         if self._rows is not None:
             assert not any(first or ()) and all(tree.shape.is_chain for tree in trees), self.no_trees
             return self._rows.run([tree.token_list for tree in trees], cache, taps=taps)
@@ -279,7 +278,7 @@ class CausalLM:
         """Record the CUDA graphs that the texts in the first ``rows`` will need soon, before their steps are timed.
 
         ``nodes``: sizes of the coming trees. ``longest``: final length of the longest text, in positions. ``taps``:
-        layers after which states will be read. Does nothing without graphs.
+        layers after which states will be read. Without graphs it does nothing.
         """
         if self._static is not None:
             with self._numerics():

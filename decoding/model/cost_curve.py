@@ -37,7 +37,7 @@ class _Passes:
             prefix = max(1, model.max_positions - most)
         self.model, self.prefix, self.rows = model, prefix, rows
         self.cache = model.new_cache(prefix + most, rows)
-        # Use different tokens, because each may activate different experts of a mixture.
+        # Different tokens are used, because each may activate different experts of a mixture.
         tokens = [(10 + 7919 * index) % model.vocab_size for index in range(prefix + most)]
         model.prefill([tokens[:prefix]] * rows, self.cache)
         self.trees = {size: [TokenTree.chain(tokens[-size:], model.device)] * rows for size in sizes}

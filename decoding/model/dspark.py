@@ -1,11 +1,11 @@
-"""DSpark drafts (2607.05147): a block of tokens in one forward, from the target's states after several layers.
+"""DSpark drafts (2607.05147): a block of tokens in one forward pass, from the target's states after several layers.
 
 The draft reads the text only as keys and values, computed from the target's states at its tokens
 (`decoding.model.forward`). The newest token and K - 1 masks run as one block, attend to these keys and to one another,
 and predict the next K tokens. A `MarkovBias` makes each distribution conditional on the previous token. The draft uses
-the target's embedding and lm_head. Without a bias it is DFlash (2602.06036). A draft may write frequent tokens only:
-its lm_head then has their rows, and ``d2t`` the difference from each row's number to its token (as in speculators).
-Folders have DeepSpec's flat form. vLLM and SGLang load this form; llama.cpp loads a GGUF made from it.
+the target's embedding and lm_head. Without a bias it is DFlash (2602.06036). A draft may write only frequent tokens.
+Then it has an lm_head with their rows, and ``d2t`` is the difference between each row's token and its number (as in
+speculators). Folders have DeepSpec's flat form. vLLM and SGLang load this form; llama.cpp loads a GGUF made from it.
 """
 
 import json
@@ -39,7 +39,7 @@ from decoding.model.stored import (
 )
 from decoding.model.vocabulary import check_d2t, d2t_of, tokens_of, without_d2t
 
-_TOGETHER = 1024  # most tokens of several texts for one product over their concatenated states
+_TOGETHER = 1024  # most tokens for which several texts' states are concatenated for one product
 _SPREAD = 0.02
 _OF_FILES = {
     "markov.embedding.weight": "markov_head.markov_w1.weight",
@@ -49,13 +49,13 @@ _OF_FILES = {
     "confidence.weight": "confidence_head.proj.weight",
     "confidence.bias": "confidence_head.proj.bias",
 }
-"""Our tensor names -> the names in files, if different."""
+"""Our tensor names -> the names in files, where they differ."""
 _BIASES = {"vanilla": MarkovBias, "gated": GatedBias, "rnn": RecurrentBias}
-_MASK = "give a draft whose mask is one of the target's tokens"
+_MASK = "use a draft whose mask is one of the target's tokens"
 _TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
-"""Tensors that some trainers store: copies of target weights, and maps to target ids. Most are not loaded."""
+"""Tensors that some trainers store: copies of target weights, and maps to ids of the target. Most are not loaded."""
 _OF_REDUCED = ("lm_head.weight", "d2t")
-"""Those that are loaded if the draft writes only some of the target's tokens."""
+"""The tensors among them that are loaded if the draft writes only some of the target's tokens."""
 
 
 class _Attention(nn.Module):
@@ -104,7 +104,7 @@ class _Layer(nn.Module):
 
 
 def _seen(sight: Sight, mask: Tensor | None, at: Tensor, keys_at: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return the additive mask of a layer's slots (at positions ``at``): ``mask``, and what the layer does not see."""
+    """Return the additive mask of a layer's slots, at positions ``at``: ``mask`` without what the layer cannot see."""
     if sight == Sight():
         return mask
     assert keys_at is not None, "windows and causal blocks need the keys' positions"
@@ -215,8 +215,8 @@ class DSparkDraft(nn.Module):
     def from_pretrained(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> "DSparkDraft":
         """Read a draft, ready to decode, in ``dtype``.
 
-        Raises UserError if tensors do not match the config, before anything is built, or if a weight is not finite in
-        the dtype.
+        Raises UserError, before anything is built, if tensors do not match the config, and later if a weight is not
+        finite in the dtype.
         """
         config, header = read_described(folder)
         draft, ours = DSparkDraft(config), {theirs: name for name, theirs in _OF_FILES.items()}
@@ -226,7 +226,7 @@ class DSparkDraft(nn.Module):
         if draft.lm_head is not None:
             check_d2t(draft.d2t, config.vocab_size, folder, REMEDY)
         draft.to(dtype)
-        check_finite(draft.state_dict(), f"{folder} in {dtype}", "give an earlier checkpoint, or train the draft again")
+        check_finite(draft.state_dict(), f"{folder} in {dtype}", "use an earlier checkpoint, or train the draft again")
         return draft.to(device).requires_grad_(False).eval()
 
 
@@ -244,7 +244,7 @@ def read_described(folder: Path) -> tuple[DSparkConfig, dict[str, StoredTensor]]
 
 
 def check_ends(folder: Path, target: CausalLM) -> None:
-    """Raise UserError if a folder's embedding, lm_head or ids differ from the target's by more than rounding.
+    """Raise UserError if the embedding, lm_head or ids in a folder differ from the target's by more than rounding.
 
     The lm_head of a draft that writes only some of the target's tokens is its own.
     """
@@ -262,7 +262,7 @@ def check_ends(folder: Path, target: CausalLM) -> None:
 
 
 def _stored_shapes(config: DSparkConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield every tensor of a draft but ``d2t``: its name in files, and its shape."""
+    """Yield the name in files and the shape of every tensor of a draft except ``d2t``."""
     with torch.device("meta"):
         tensors = dict(DSparkDraft(config).named_parameters())
     for name, tensor in tensors.items():
@@ -270,7 +270,7 @@ def _stored_shapes(config: DSparkConfig) -> Iterator[tuple[str, tuple[int, ...]]
 
 
 class TextKeys:
-    """Keys and values of a batch's texts, and of the block after each: (layers, rows, key heads, room, dim).
+    """Keys and values of the texts of a batch, and of the block after each text: (layers, rows, key heads, room, dim).
 
     Text keys come from the target's states at committed tokens, so only whole blocks are ever dropped.
     """
@@ -297,7 +297,7 @@ class TextKeys:
     def append(self, states: Sequence[Float[Tensor, "tokens taps"]]) -> None:
         """Add the target's states at the next tokens of the first rows, with one product for all rows.
 
-        If there are many tokens, as in prompts, rows are added one by one to avoid a second copy of their states.
+        Many tokens, as in prompts, are added row by row, to avoid a second copy of their states.
         """
         together = sum(map(len, states)) <= _TOGETHER
         for first in (0,) if together else range(len(states)):
@@ -365,7 +365,7 @@ class DSpark:
         """Return the logits of the next ``count`` tokens (None: all K), as in servers, without the bias."""
         first = self.config.slots - self.config.block_size
         read = hidden[:, first : first + (count or self.config.block_size)]
-        # Contiguous: torch multiplies a strided slice by a frozen weight in batches over copies of it, far more slowly.
+        # Made contiguous, because torch multiplies a strided slice by a frozen weight via copies, which is far slower.
         return F.linear(read.to(self._lm_head).contiguous(), self._lm_head)
 
     @cached_property
@@ -374,7 +374,7 @@ class DSpark:
         return self.draft.output_tokens
 
     def block_bias(self, hidden: Float[Tensor, "rows slots hidden"], newest: Tensor) -> BlockBias | None:
-        """Return the bias in these blocks if it depends on more than the token before; None otherwise."""
+        """Return the bias in these blocks if it depends on more than the previous token; otherwise return None."""
         if self.draft.markov is None or self.config.markov_head_type == "vanilla":
             return None
         return BlockBias(self.draft.markov, hidden, newest, self.config.slots - self.config.block_size)

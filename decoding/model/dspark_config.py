@@ -36,15 +36,15 @@ _TAKEN: dict[str, tuple[Any, ...]] = {
 """Settings of other trainers that change the computation, with the values supported here."""
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 GPU_HEAD_DIMS = (64, 128)
-"""Attention head sizes with kernels in servers, and sizes that also have kernels on GPUs."""
-REMEDY = "give a DSpark or DFlash draft as headstart, DeepSpec, speculators, SpecForge or z-lab write it"
-_THIS_TARGET = "give a draft trained on this target"
+"""Sizes of attention heads for which servers have kernels, and sizes that also have kernels on GPUs."""
+REMEDY = "use a DSpark or DFlash draft as headstart, DeepSpec, speculators, SpecForge or z-lab write it"
+_THIS_TARGET = "use a draft trained on this target"
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 class Sight(NamedTuple):
-    """What the slots of a layer see: the last ``window`` positions, their own included (None: all before), and later
+    """What the slots of a layer see: the last ``window`` positions with their own (None: all earlier ones), and later
     slots of the block unless ``causal``."""
 
     window: int | None = None
@@ -56,19 +56,19 @@ class DSparkConfig:
     """Sizes of a draft, named as in ``config.json``; raises UserError for sizes that no server loads.
 
     ``hidden_size`` and ``vocab_size`` are the target's. ``target_layer_ids``: the target's layers (from 0) after which
-    states are read. ``num_target_layers`` None: unknown. ``mask_token_id``: a token that does not occur in texts.
+    states are read. ``num_target_layers`` is None if it is unknown. ``mask_token_id``: a token that does not occur in
+    texts. ``block_size``: K, the number of tokens drafted in one forward pass. ``slots``: the number of tokens that run
+    in one forward pass. ``sample_from_anchor``: slot j predicts token j after the newest one. If it is False, each mask
+    predicts the token in its own place, and the block has one more token, which files of DFlash and speculators count
+    in ``block_size``.
 
-    ``block_size``: K, the tokens drafted in one forward. ``slots``: the tokens that run in a forward.
-    ``sample_from_anchor``: slot j predicts token j after the newest one. If it is False, each mask predicts the token
-    in its place, and the block has one more token. Files of DFlash and speculators count that token in ``block_size``.
+    ``markov_rank`` 0 means that there is no bias (DFlash); it excludes the anchor and the confidence head. ``tree``:
+    the paths of ranks drafted by default, empty for a chain. ``draft_vocab_size``: the number of tokens that the draft
+    writes, with its own lm_head; None means all tokens, with the target's lm_head.
 
-    ``markov_rank`` 0 means no bias (DFlash), and excludes the anchor and the confidence head. ``tree``: the paths of
-    ranks drafted by default, empty for a chain. ``draft_vocab_size``: the number of tokens that the draft writes, by
-    an lm_head of its own; None: all tokens, by the target's lm_head.
-
-    ``layer_types``: for each layer whether it attends to the whole text or to the last ``sliding_window`` positions;
-    empty: all attend to the whole text. ``is_causal``: whether slots see only the slots before them; None: in sliding
-    layers only. ``rope_scaling``: transformers' ``rope_parameters`` without the base; empty: unscaled.
+    ``layer_types``: for each layer, whether it attends to the whole text or to the last ``sliding_window`` positions;
+    if empty, all layers attend to the whole text. ``is_causal``: whether slots see only earlier slots; None means in
+    sliding layers only. ``rope_scaling``: transformers' ``rope_parameters`` without the base; empty means unscaled.
     ``markov_head_type``: the class of the bias, see `decoding.model.markov`.
     """
 
@@ -108,9 +108,9 @@ class DSparkConfig:
             check_whole("an entry of target_layer_ids", tap, 0)
         highest = (self.num_target_layers or 1 << 20) - 1
         if not taps or list(taps) != sorted(set(taps)) or taps[-1] > highest:
-            raise UserError(f"target_layer_ids is {list(taps)}: give increasing layers from 0 to {highest}")
+            raise UserError(f"target_layer_ids is {list(taps)}: use increasing layers from 0 to {highest}")
         if self.mask_token_id >= self.vocab_size:
-            raise UserError(f"mask_token_id is {self.mask_token_id}: give one of the target's {self.vocab_size} tokens")
+            raise UserError(f"mask_token_id is {self.mask_token_id}: use one of the target's {self.vocab_size} tokens")
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
                 f"num_attention_heads ({self.num_attention_heads}) is not a multiple of num_key_value_heads "
@@ -118,25 +118,25 @@ class DSparkConfig:
             )
         if self.head_dim not in HEAD_DIMS:
             raise UserError(
-                f"head_dim is {self.head_dim}: give one of {', '.join(map(str, HEAD_DIMS))}, which servers support"
+                f"head_dim is {self.head_dim}: use one of {', '.join(map(str, HEAD_DIMS))}, which servers support"
             )
         if not self.markov_rank and (self.sample_from_anchor or self.enable_confidence_head):
             name = "sample_from_anchor" if self.sample_from_anchor else "enable_confidence_head"
             raise UserError(f"{name} is true with a markov_rank of 0: no server supports this in a DFlash draft")
         if self.block_size >= MOST_NODES:
-            raise UserError(f"block_size is {self.block_size}: give at most {MOST_NODES - 1}")
+            raise UserError(f"block_size is {self.block_size}: use at most {MOST_NODES - 1}")
         if self.draft_vocab_size is not None:
             check_whole("draft_vocab_size", self.draft_vocab_size)
             if self.draft_vocab_size >= self.vocab_size:
                 raise UserError(
-                    f"draft_vocab_size is {self.draft_vocab_size}: give less than the target's {self.vocab_size} tokens"
+                    f"draft_vocab_size is {self.draft_vocab_size}: use less than the target's {self.vocab_size} tokens"
                 )
         self._check_attention()
         paths = checked_paths(self.tree, self.outputs)
         deepest = max((len(path) for path in paths), default=0)
         if deepest > self.block_size:
             raise UserError(
-                f"the tree is {deepest} deep, but a forward drafts {self.block_size} tokens: shorten its paths"
+                f"the tree is {deepest} deep, but a pass drafts {self.block_size} tokens: shorten its paths"
             )
         object.__setattr__(self, "target_layer_ids", taps)
         object.__setattr__(self, "tree", paths)
@@ -150,29 +150,29 @@ class DSparkConfig:
         slides = _SLIDING in self.layer_types
         if set(self.layer_types) - {_FULL, _SLIDING} or (slides and len(self.layer_types) != self.num_hidden_layers):
             raise UserError(
-                f"layer_types is {list(self.layer_types)}: give {_FULL} or {_SLIDING} for each of the "
+                f"layer_types is {list(self.layer_types)}: use {_FULL} or {_SLIDING} for each of the "
                 f"{self.num_hidden_layers} layers"
             )
         if slides:
             check_whole("sliding_window", self.sliding_window)
         if self.is_causal not in (None, True, False):
-            raise UserError(f"is_causal is {self.is_causal}: give true or false")
+            raise UserError(f"is_causal is {self.is_causal}: use true or false")
         if self.rope_scaling:
             kind = self.rope_scaling.get("rope_type")
             if kind not in ROPE_INIT_FUNCTIONS:
-                raise UserError(f"its rotary embeddings are {kind}: give one of {', '.join(ROPE_INIT_FUNCTIONS)}")
+                raise UserError(f"its rotary embeddings are {kind}: use one of {', '.join(ROPE_INIT_FUNCTIONS)}")
             try:
                 _ = self._scaled
             except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
                 raise UserError(f"its rotary embeddings are {kind} with missing or wrong settings: {error}") from error
         if self.markov_head_type not in MARKOV_HEADS:
-            raise UserError(f"markov_head_type is {self.markov_head_type}: give one of {', '.join(MARKOV_HEADS)}")
+            raise UserError(f"markov_head_type is {self.markov_head_type}: use one of {', '.join(MARKOV_HEADS)}")
 
     @cached_property
     def _scaled(self) -> tuple[Float[Tensor, " pairs"], float]:
         """Scaled frequencies of each pair of dimensions, and the factor on sines and cosines.
 
-        Those of ``dynamic`` and ``longrope`` are transformers' for texts within the context of the pretraining.
+        For ``dynamic`` and ``longrope`` they are the ones that transformers uses within the context of the pretraining.
         """
         config = Qwen3Config(
             head_dim=self.head_dim,
@@ -191,7 +191,7 @@ class DSparkConfig:
 
     @property
     def sights(self) -> tuple[Sight, ...]:
-        """What each layer's slots see; a window also hides early slots of a long block, as in servers."""
+        """What the slots of each layer see. As in servers, a window also hides early slots of a long block."""
         sliding = [each == _SLIDING for each in self.layer_types or (_FULL,) * self.num_hidden_layers]
         causal = [each if self.is_causal is None else self.is_causal for each in sliding]
         windows = [self.sliding_window if each else None for each in sliding]
@@ -208,7 +208,7 @@ class DSparkConfig:
         return self.draft_vocab_size or self.vocab_size
 
     def check_fits(self, target: CausalLM) -> None:
-        """Raise UserError if the target's sizes are not those in this config."""
+        """Raise UserError if the target's sizes differ from the sizes in this config."""
         found = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
         for name, size in {**found, "num_target_layers": target.num_layers}.items():
             if getattr(self, name) not in (None, size):
@@ -219,7 +219,7 @@ class DSparkConfig:
             raise UserError(f"this draft reads layer {last}, but only 0 to {most} can be read: {_THIS_TARGET}")
         if (width := target.model.config.get_text_config(decoder=True).hidden_size) != self.hidden_size:
             raise UserError(
-                f"the target's lm_head is {self.hidden_size} wide, but its layers are {width}: give another target"
+                f"the target's lm_head is {self.hidden_size} wide, but its layers are {width}: use another target"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class DSparkConfig:
             own["block_size"] = self.slots
             own["dflash_config"] = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layer_ids}
         if scaling:
-            own["rope_scaling"] = scaling  # for readers of transformers 4's keys, like the next
+            own["rope_scaling"] = scaling  # for readers of transformers 4's keys, as is the next one
         return {
             "architectures": [ARCHITECTURE if self.markov_rank else WITHOUT_BIAS],
             "model_type": "qwen3",
@@ -279,7 +279,7 @@ def _config_of(stored: Mapping[str, Any]) -> DSparkConfig:
     for nested in ("transformer_layer_config", "dflash_config", "dspark_config"):
         flat |= stored.get(nested) or {}
     if not is_dspark and flat.get("markov_rank"):
-        raise UserError(f"markov_rank is {flat['markov_rank']} in a DFlash draft: give 0")
+        raise UserError(f"markov_rank is {flat['markov_rank']} in a DFlash draft: use 0")
     for key, values in _TAKEN.items():
         if flat.get(key) not in values:
             raise UserError(f"{key} is {flat[key]}")
@@ -306,7 +306,7 @@ def _config_of(stored: Mapping[str, Any]) -> DSparkConfig:
 
 
 def _is_causal(flat: Mapping[str, Any], of_speculators: bool) -> bool | None:
-    """Return `DSparkConfig.is_causal`. Files of speculators say whether their sliding layers see later slots too."""
+    """Return `DSparkConfig.is_causal`. Files of speculators say whether their sliding layers also see later slots."""
     if of_speculators:
         return False if flat.get("sliding_window_non_causal") else None
     given: bool | None = flat.get("causal") if flat.get("is_causal") is None else flat["is_causal"]

@@ -1,4 +1,4 @@
-"""Steps with dynamic shapes, for target and draft: tokens or trees after each row of a cache.
+"""Steps with dynamic shapes, for target and draft, that run tokens or trees after each row of a cache.
 
 Each node of a tree attends to its row's prefix and to its own path.
 """
@@ -18,11 +18,11 @@ from decoding.model.forward import ModelOutput, run_model
 from decoding.rules.tree import TokenTree, TreeShape
 
 _APPENDED_TOKENS = 1 << 10
-"""Most tokens that all rows together append in one pass, because each token needs a mask row over all keys."""
+"""Most tokens that all rows together append in one pass; they are limited because each has a mask row over all keys."""
 
 
 _LARGEST_STORED = 256
-"""Nodes of the largest tree whose shape is kept on the device; larger shapes are appended text and rarely recur."""
+"""Nodes of the largest tree whose shape is kept on the device. Larger shapes are appended text, which rarely recurs."""
 
 
 def blocked_keys(
@@ -36,7 +36,8 @@ def blocked_keys(
     """Mark, among a row's first ``keys`` positions, those to which each node must not attend.
 
     A row's keys are its prefix, then the tree's nodes from ``begin`` on, then padding. ``depths`` are the depths of the
-    running nodes and ``key_depths`` of all nodes. ``hidden_from`` marks nodes that are not on a node's own path.
+    running nodes, ``key_depths`` the depths of all nodes. ``hidden_from`` marks nodes that are not on a node's own
+    path.
     """
     key, span = torch.arange(keys, device=begin.device)[None], key_depths.shape[1]
     node = (key - begin).clamp(0, span - 1)
@@ -59,7 +60,7 @@ class TreeMasks:
         self._stored = lru_cache(maxsize=256)(self._of_shape)
 
     def of_trees(self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int) -> Any:
-        """Make additive masks (rows, 1, queries, keys): with eager attention, boolean 4-D masks are silently wrong.
+        """Make additive masks (rows, 1, queries, keys), because eager attention silently misreads boolean 4-D masks.
 
         Returns one mask for all layers, or a dict by layer type if the model mixes full and sliding attention.
         """
@@ -160,9 +161,9 @@ class DynamicSteps:
         return last._replace(states=tuple(map(torch.cat, states)) if taps else ())
 
     def step(self, tokens: Int[Tensor, " rows"], cache: PreallocatedCache, taps: Sequence[int] = ()) -> ModelOutput:
-        """Run one token after each row, as a tree of one node; return (rows, 1, hidden) and (rows, 1, vocab)."""
+        """Run one token after each row, as a tree with one node; return (rows, 1, hidden) and (rows, 1, vocab)."""
         rows, starts = len(tokens), cache.lengths[: len(tokens)]
-        masks = None  # `transformers` builds the masks of its layers
+        masks = None  # `transformers` builds the masks of these layers
         if len(set(starts)) > 1 or any(self._masks.windows.values()):
             masks = self._masks.of_trees([TreeShape.chain(0)] * rows, starts, [0] * rows, 1)
         positions = self._positions(starts, 0)
@@ -209,7 +210,7 @@ class DynamicSteps:
     def _positions(self, starts: Sequence[int], depths: Tensor | int) -> Tensor:
         """Return the positions of nodes at these depths after the cached ``starts``, (rows, nodes)."""
         positions = depths + torch.tensor(starts).to(self._device, non_blocking=True)[:, None]
-        if self._max_positions is not None:  # a finished row may be padded past the end of the position table
+        if self._max_positions is not None:  # the padding of a finished row may go past the end of the position table
             positions.clamp_(max=self._max_positions - 1)
         return positions
 

@@ -1,10 +1,10 @@
 """EAGLE-3 drafts (2503.01840): one layer that continues from the target's states, token by token.
 
 Slot p of a text pairs the embedding of token p + 1 with the target's states at token p, taken after several layers
-(`decoding.model.forward`) and mapped to one vector by ``fc``. The layer attends to earlier slots and gives a state;
-the draft's own lm_head reads it and predicts token p + 2. Beyond the text the draft goes on with its own states: the
-next slot pairs the drafted token with the state of the slot before, without ``fc``. ``d2t`` is the difference from each
-output's number to its token.
+(`decoding.model.forward`) and mapped to one vector by ``fc``. The layer attends to earlier slots and computes a state,
+from which the draft's own lm_head predicts token p + 2. Beyond the text the draft continues with its own states: the
+next slot pairs the drafted token with the state of the previous slot, without ``fc``. ``d2t`` is the difference from
+each output's number to its token.
 """
 
 import json
@@ -42,7 +42,7 @@ _NOT_LOADED = (_EMBEDDING, "t2d")
 """Tensors that some trainers store: a copy of the target's embedding, and the inverse of ``d2t``."""
 
 Held = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Function from the keys and values of slots that run to all keys and values to which they attend."""
+"""Function from the keys and values of running slots to all keys and values to which these slots attend."""
 
 
 class _Attention(nn.Module):
@@ -103,7 +103,7 @@ class Eagle3Draft(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=_SPREAD)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        self._frequencies, self._scale = config.frequencies()  # no buffer: a narrower dtype would round it
+        self._frequencies, self._scale = config.frequencies()  # not a buffer, because a narrower dtype would round it
 
     @property
     def device(self) -> torch.device:
@@ -198,7 +198,7 @@ class Eagle3Draft(nn.Module):
         draft.load_state_dict({"d2t": draft.d2t, **weights})
         check_d2t(draft.d2t, config.vocab_size, folder, REMEDY)
         draft.to(dtype)
-        check_finite(draft.state_dict(), f"{folder} in {dtype}", "give an earlier checkpoint, or train the draft again")
+        check_finite(draft.state_dict(), f"{folder} in {dtype}", "use an earlier checkpoint, or train the draft again")
         return draft.to(device).requires_grad_(False).eval()
 
 
@@ -227,7 +227,7 @@ def check_embedding(folder: Path, target: CausalLM) -> None:
 
 
 def _shapes(config: Eagle3Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the name and shape of every tensor of a draft but ``d2t``."""
+    """Yield the name and shape of every tensor of a draft except ``d2t``."""
     with torch.device("meta"):
         tensors = dict(Eagle3Draft(config).named_parameters())
     for name, tensor in tensors.items():

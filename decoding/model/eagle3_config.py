@@ -1,6 +1,6 @@
 """Configs of EAGLE-3 drafts: the flat ``config.json`` of EAGLE, SpecForge and ModelOpt, and speculators' nested form.
 
-Files number taps by the layer that a state enters: tap k is the state after layer k - 1 (from 0).
+Files number a tap by the layer that its state enters: tap k is the state after layer k - 1 (from 0).
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,8 +31,8 @@ _ROTARY = ("default", "linear", "llama3", "yarn")
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _DEFAULT_TAPS = 3
 _WIDEST = 1 << 16  # an attention head
-REMEDY = "give an EAGLE-3 draft of one Llama layer, as headstart, EAGLE, SpecForge, ModelOpt or speculators write it"
-_THIS_TARGET = "give a draft trained on this target"
+REMEDY = "use an EAGLE-3 draft of one Llama layer, as headstart, EAGLE, SpecForge, ModelOpt or speculators write it"
+_THIS_TARGET = "use a draft trained on this target"
 
 
 @dataclass(frozen=True)
@@ -70,21 +70,21 @@ class Eagle3Config:
                 check_whole(each.name, getattr(self, each.name))
         for name in _FLAGS:
             if type(value := getattr(self, name)) is not bool:
-                raise UserError(f"{name} is {value!r}: give true or false")
+                raise UserError(f"{name} is {value!r}: use true or false")
         taps = tuple(self.target_layer_ids)
         for tap in taps:
             check_whole("an entry of target_layer_ids", tap, 0)
         if list(taps) != sorted(set(taps)):
-            raise UserError(f"target_layer_ids is {list(taps)}: give increasing layers")
+            raise UserError(f"target_layer_ids is {list(taps)}: use increasing layers")
         heads, of_keys = self.num_attention_heads, self.num_key_value_heads
         if heads % of_keys or self.head_dim % 2 or self.head_dim > _WIDEST:
-            raise UserError(f"it has {heads} heads of {self.head_dim} with {of_keys} key heads: give sizes that fit")
+            raise UserError(f"it has {heads} heads of {self.head_dim} with {of_keys} key heads: use sizes that fit")
         if self.draft_vocab_size > self.vocab_size:
-            raise UserError(f"draft_vocab_size is {self.draft_vocab_size}: give at most the {self.vocab_size} tokens")
+            raise UserError(f"draft_vocab_size is {self.draft_vocab_size}: use at most the {self.vocab_size} tokens")
         if type(self.rms_norm_eps) is not float or not 0 <= self.rms_norm_eps < 1:
-            raise UserError(f"rms_norm_eps is {self.rms_norm_eps!r}: give a number from 0 to 1")
+            raise UserError(f"rms_norm_eps is {self.rms_norm_eps!r}: use a number from 0 to 1")
         if self.norm_before_fc and self.fc_norm:
-            raise UserError("norm_before_fc and fc_norm are both true: give one of them")
+            raise UserError("norm_before_fc and fc_norm are both true: use one of them")
         object.__setattr__(self, "target_layer_ids", taps)
 
     @property
@@ -106,7 +106,7 @@ class Eagle3Config:
         return rotary.inv_freq, rotary.attention_scaling
 
     def for_target(self, target: CausalLM) -> "Eagle3Config":
-        """Return the config with the target's default layers filled in; UserError if it does not fit the target."""
+        """Return the config with the target's default layers filled in; raise UserError if it does not fit."""
         width = target.model.config.get_text_config(decoder=True).hidden_size
         embedding: Any = target.model.get_input_embeddings()
         sizes = {"hidden_size": {width, embedding.weight.shape[1]}, "vocab_size": {target.vocab_size}}
@@ -154,7 +154,7 @@ def default_layers(count: int) -> tuple[int, ...]:
     if list(layers) != sorted(set(layers)):
         raise UserError(
             f"this draft reads the default layers, but a target of {count} layers has too few for them: name the "
-            "layers in eagle_aux_hidden_state_layer_ids, or give a target of at least 7"
+            "layers in eagle_aux_hidden_state_layer_ids, or use a target of at least 7"
         )
     return layers
 

@@ -25,7 +25,7 @@ from decoding.model.vocabulary import OUTPUT_TOKENS_KEY, OUTPUT_TOKENS_NAME
 
 _DIGITS = 16
 _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "auto_map", "use_cache")
-"""Config keys that record a model's origin and how it runs, and do not change its outputs."""
+"""Config keys that record a model's origin or how it runs; they do not change its outputs."""
 _ADAPTERS_SAY_NOTHING = ("base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping")
 _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -33,7 +33,7 @@ _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safete
 def fingerprint(module: nn.Module) -> str:
     """Return a short digest of a model in memory: its config, and every tensor's name, shape, dtype and values.
 
-    Takes about a second per GB: SHA-256 on one core.
+    This takes about a second per GB, which is the speed of SHA-256 on one core.
     """
     digest = hashlib.sha256()
     if isinstance(module, PreTrainedModel):
@@ -48,8 +48,8 @@ def stored_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str
     """Return a short digest of the files of a model, heads or LoRA adapters, in a folder or under a Hub id.
 
     It covers the config and every tensor's name, shape, stored dtype and bytes. It also covers the tree of heads,
-    because their figures depend on it, and the base model of adapters. Files are read in pieces, about a second per
-    GB, and only once per process unless they change.
+    because their figures depend on the tree, and the base model of adapters. Files are read in pieces at about a second
+    per GB, and only once per process unless they change.
 
     Raises UserError if the model does not exist or one of its files cannot be read.
     """
@@ -61,7 +61,7 @@ def stored_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str
 
 @lru_cache(maxsize=16)
 def _stored_fingerprint(folder: Path, trust_remote_code: bool, files: tuple[tuple[str, int, int, int], ...]) -> str:
-    """Compute `stored_fingerprint`; ``files`` (names, sizes, times of changes) is a key of the cache."""
+    """Compute `stored_fingerprint`; ``files`` (names, sizes, times of changes) only serves as a key of the cache."""
     try:
         digest = hashlib.sha256(_json_bytes(_described(folder, trust_remote_code)))
         for name, path in sorted(files_of_tensors(folder).items()):
@@ -86,7 +86,7 @@ def prompts_fingerprint(prompts: Sequence[Sequence[int]]) -> str:
 
 
 def _described(folder: Path, trust_remote_code: bool) -> Any:
-    """Return everything besides the weights that affects a model's outputs, as JSON values."""
+    """Return everything except the weights that affects a model's outputs, as JSON values."""
     if is_heads_folder(folder):
         return json.loads((folder / "config.json").read_text())
     if (adapters := folder / _ADAPTER_CONFIG).is_file():
@@ -101,7 +101,7 @@ def _described(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _behaviour(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a config, including nested configs, that changes a model's outputs."""
+    """Return the part of a config that changes a model's outputs, including nested configs."""
     return {
         key: _behaviour(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -110,7 +110,7 @@ def _behaviour(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sorted(value: Any) -> Any:
-    """Sort a list: peft writes sets of module names, whose order varies between writes."""
+    """Sort a list, because peft writes sets of module names in varying order."""
     return sorted(value, key=str) if isinstance(value, list) else value
 
 

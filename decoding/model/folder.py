@@ -1,4 +1,4 @@
-"""Checks of a local transformers folder, by its JSON files and headers, before a model is built from it.
+"""Checks of a local transformers folder that read its JSON files and headers before a model is built from it.
 
 transformers builds all layers before it reads weights and compares sizes; it neither limits the number of layers nor
 notices missing ones. peft allocates LoRA matrices of any rank. This module compares these numbers with the headers.
@@ -23,13 +23,13 @@ _ALL_LAYERS_RUN = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"),
     *("gpt2", "gpt_neox", "opt", "falcon", "olmo2", "granite"),
 )
-"""Model types that store no layers beyond the number in their config, such as layers for multi-token prediction."""
+"""Model types that never store more layers than their config says, such as layers for multi-token prediction."""
 
 
 def check_model_folder(folder: Path) -> None:
     """Raise UserError, with file and value, if a folder's config and weights cannot belong to one model.
 
-    Only headers are read. For adapters, a base model in a local folder is checked too.
+    Only headers are read. For adapters, a base model in a local folder is checked as well.
     """
     base = adapted_model(folder)
     if base is not None:
@@ -83,7 +83,7 @@ def _base_of(folder: Path) -> str | None:
     name = read_object(path, _REMEDY).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise UserError(
-            f"{path} has {reprlib.repr(name)} as base_model_name_or_path: give the folder or Hub id of its model"
+            f"{path} has {reprlib.repr(name)} as base_model_name_or_path: use the folder or Hub id of its model"
         )
     return name
 
@@ -101,7 +101,7 @@ def _check_ranks(folder: Path) -> None:
 
 
 def _check_layers(path: Path, config: Mapping[str, Any], header: Mapping[str, StoredTensor]) -> None:
-    """Compare the number of layers with the tensors' names, or for an unknown class with their largest size."""
+    """Compare the number of layers with the tensors' names, or with their largest size if the class is unknown."""
     kind = config.get("model_type")
     # A user's own class may number its modules freely, and run one module in several layers.
     numbered = [int(part) for name in header if kind in CONFIG_MAPPING_NAMES and (part := _layer_of(name)) is not None]

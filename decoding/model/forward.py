@@ -1,8 +1,8 @@
-"""One pass of a transformers model over this project's cache: its two ends, the taps on its layers, and its outputs.
+"""One pass of a transformers model over this project's cache, with its two ends, taps on its layers, and outputs.
 
 The two ends are the embedding of the input tokens, and the lm_head with the last hidden state. Every architecture names
 these layers (`get_input_embeddings`, `get_output_embeddings`), so no family-specific code is needed. Decoding and
-training access them only through this module. Taps are the residual stream after selected layers, before any norm.
+training access them only through this module. A tap is the residual stream after a selected layer, before any norm.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class OutputLayer(nn.Linear):
-    """Linear layer from hidden states to the vocabulary, for anything trained on a target."""
+    """Linear layer from hidden states to the vocabulary, as code that trains on a target uses it."""
 
     def forward(self, hidden: Tensor, read: Callable[[Tensor, Tensor], Any] = F.linear) -> Any:
         """Return ``read(hidden, weight)``: by default the logits.
@@ -47,16 +47,16 @@ def _lm_head(model: nn.Module) -> nn.Linear:
 
 @contextmanager
 def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
-    """Collect the lm_head's input, (batch, positions, hidden), in this thread's forwards of the model in the context.
+    """Collect the lm_head's input, (batch, positions, hidden), in this thread's passes of the model in the context.
 
-    With ``select`` the lm_head reads only ``select(hidden)``, to save unneeded logits. The captured tensor is always
-    the whole input.
+    With ``select`` the lm_head reads only ``select(hidden)``, which saves logits that nobody needs. The captured tensor
+    is always the whole input.
     """
     captured: list[Tensor] = []
     thread = get_ident()
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if get_ident() != thread:  # another thread's forward of the same model
+        if get_ident() != thread:  # another thread's pass of the same model
             return None
         captured.append(args[0])
         # Contiguous: torch multiplies a strided slice by a frozen weight in batches over copies of it, far more slowly.
@@ -68,7 +68,10 @@ def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] |
 
 @contextmanager
 def hooked(register: Callable[[Any], Any], hook: Callable[..., Any]) -> Iterator[None]:
-    """Register a hook inside the context, and remove it even if interrupted: else it would spoil later forwards."""
+    """Register a hook inside the context.
+
+    It is removed even after an interrupt, because it would spoil later passes.
+    """
     handle = None
     try:
         handle = register(hook)
@@ -84,7 +87,7 @@ def hooked(register: Callable[[Any], Any], hook: Callable[..., Any]) -> Iterator
 
 @contextmanager
 def replaced_forward(layer: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace a layer's forward inside the context."""
+    """Replace a layer's ``forward`` inside the context."""
     own = vars(layer).get("forward")  # a launcher may have set one on the instance
     layer.forward = forward
     try:
@@ -112,10 +115,11 @@ def lm_head_input(model: nn.Module, inputs: Mapping[str, Any]) -> Float[Tensor, 
 
 
 def run_in_lm_head(model: nn.Module, hidden: Tensor, work: Callable[[Tensor, Tensor], Result]) -> Result:
-    """Call the lm_head on ``hidden`` with ``work(hidden, weight)`` instead of its forward; return the work's result.
+    """Call the lm_head on ``hidden`` with ``work(hidden, weight)`` instead of its ``forward``; return work's result.
 
-    A loss computed from the lm_head's weight must be the layer's own result. Launchers shard the weight and gather it
-    around the layer's forward; in the backward pass DeepSpeed's ZeRO-3 gathers it only for that result's gradient.
+    A loss that is computed from the lm_head's weight must be the result of the layer itself. Launchers shard the weight
+    and gather it around the layer's forward pass; in the backward pass DeepSpeed's ZeRO-3 gathers it only for the
+    gradient of this result.
     """
     layer: Any = _lm_head(model)
     with replaced_forward(layer, lambda hidden: work(hidden, layer.weight)):
@@ -133,18 +137,18 @@ def layers_of(model: nn.Module, count: int) -> nn.ModuleList:
     modules = (module for part in parts for module in part.modules())
     for module in modules:  # lists inside a layer, such as experts, come after the list of layers
         if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module  # stop early, because every step searches
-    raise UserError(f"{type(model).__name__} does not keep its {count} layers in a list: give another target")
+            return module  # stop early, because every step makes this search
+    raise UserError(f"{type(model).__name__} does not keep its {count} layers in a list: use another target")
 
 
 @contextmanager
 def capture_taps(
     model: nn.Module, count: int, taps: Sequence[int]
 ) -> Iterator[list[Float[Tensor, "batch positions taps"]]]:
-    """Collect the outputs of layers ``taps`` (increasing, from 0) out of ``count``, in this thread's forwards.
+    """Collect the outputs of layers ``taps`` (increasing, from 0) out of ``count``, in this thread's passes.
 
     The outputs equal transformers' ``hidden_states[tap + 1]``, except for the last layer, whose entry in transformers
-    is taken after the final norm. Each forward in the context adds one tensor in which each position's states are
+    is taken after the final norm. Each pass in the context adds one tensor, in which the states of each position are
     concatenated. Without taps nothing is collected.
     """
     found: list[Tensor] = []
@@ -153,7 +157,7 @@ def capture_taps(
 
     def hook_of(tap: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if get_ident() != thread:  # another thread's forward of the same model
+            if get_ident() != thread:  # another thread's pass of the same model
                 return
             parts[tap] = output if isinstance(output, Tensor) else output[0]
             if parts[tap].ndim > 3:
@@ -178,7 +182,7 @@ def capture_taps(
 def begun_behind(
     model: nn.Module, count: int, tap: int, states: Float[Tensor, "batch positions hidden"], in_tuple: bool = False
 ) -> Iterator[None]:
-    """Skip the layers up to ``tap`` (of ``count``) in the context's forwards, which start from ``states`` instead.
+    """Skip the layers up to ``tap`` (of ``count``) in the context's passes, which start from ``states`` instead.
 
     ``in_tuple``: layers of this family return their states in a tuple.
     """
@@ -213,7 +217,7 @@ class ModelOutput(NamedTuple):
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Switch a training model to eval mode inside this context, and restore each module's mode afterwards.
 
-    Only the model's own flag is checked, so this costs nothing for a model in eval mode.
+    Only the flag of the model itself is checked, so this takes no time for a model in eval mode.
     """
     if not model.training:
         yield
@@ -236,13 +240,13 @@ def run_model(
     select: Callable[[Tensor], Tensor] | None = None,
     taps: Sequence[int] = (),
 ) -> ModelOutput:
-    """Run ``tokens`` at ``positions``, both (rows, size), into the block that the cache has begun.
+    """Run ``tokens`` at ``positions``, both (rows, size); keys and values go into the block that the cache has begun.
 
-    ``positions`` is None if the model takes none. ``cache`` is a cache, or maps the model's argument name to one.
-    ``mask`` is an additive mask (rows, 1, size, keys), a dict of masks by layer type, or None for `transformers`' own.
-    ``select`` picks the positions, (rows, some, hidden), for the lm_head and the output (None: all). ``taps`` are the
-    layers whose outputs are returned as ``states``, at all positions (`capture_taps`). Outputs are on the tokens'
-    device.
+    ``positions`` is None if the model does not take positions. ``cache`` is a cache, or a dict from the model's
+    argument name to a cache. ``mask`` is an additive mask (rows, 1, size, keys), a dict of masks by layer type, or None
+    for `transformers`' own. ``select`` picks the positions, (rows, some, hidden), for the lm_head and the output (None:
+    all). ``taps`` are the layers whose outputs are returned as ``states``, at all positions (`capture_taps`). Outputs
+    are on the tokens' device.
     """
     layers = model.config.get_text_config(decoder=True).num_hidden_layers if taps else 0
     with (

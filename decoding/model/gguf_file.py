@@ -1,4 +1,4 @@
-"""GGUF files as models: each is converted once into a folder that is read like any other model's.
+"""GGUF files as models: each file is converted once into a folder, which is read like any model's folder.
 
 The folder is in the cache and is named after the file and its digest. It holds the dequantised weights in fp32, which
 does not round them, and the config, tokenizer, chat template and end tokens that the file describes. transformers reads
@@ -28,16 +28,16 @@ _LOGGER = logging.getLogger(__name__)
 _SOURCE, _LINK = "gguf.json", "model.gguf"
 _FORMAT = 1  # number in the folders' names: raise it when files are converted differently
 _ERRORS = (OSError, ValueError, RuntimeError, TypeError, LookupError, ArithmeticError, AttributeError, ImportError)
-_OTHER = "give the folder or Hub id of the original model"
+_OTHER = "use the folder or Hub id of the original model"
 _DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 """llama.cpp's pre-tokenizers that split off each digit and then split as GPT-2 does (llama-vocab.cpp)."""
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
-"""llama.cpp's pre-tokenizers whose words are not merged if they are tokens (llama-vocab.cpp, ignore_merges)."""
+"""llama.cpp's pre-tokenizers that do not merge within words that are tokens (llama-vocab.cpp, ignore_merges)."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def is_gguf(name: str | Path) -> bool:
-    """Return True if a name is that of a GGUF file; a folder may have such a name too."""
+    """Return True if a name is that of a GGUF file; a folder may also have such a name."""
     return str(name).lower().endswith(".gguf") and not Path(name).is_dir()
 
 
@@ -50,32 +50,32 @@ def source_of(folder: Path) -> dict[str, Any] | None:
 
 
 def converted(file: Path) -> Path:
-    """Return the folder of a GGUF file's model; the first call converts the file, the others find the folder.
+    """Return the folder of a GGUF file's model. The first call converts the file; later calls find the folder.
 
     Raises UserError for a file that is missing, not GGUF, cut short, or of a kind that cannot be read exactly.
     """
     if not file.is_file():
-        raise UserError(f"there is no file {file}: give a GGUF file, or ORG/NAME:FILE.gguf for one on the Hub")
+        raise UserError(f"there is no file {file}: use a GGUF file, or ORG/NAME:FILE.gguf for one on the Hub")
     with file.open("rb") as opened:
         if opened.read(4) != b"GGUF":
-            raise UserError(f"{file} is not a GGUF file: give a GGUF file, or a folder with a model")
+            raise UserError(f"{file} is not a GGUF file: use a GGUF file, or a folder with a model")
     state = file.stat()
     digest = _digest(file.resolve(), state.st_size, state.st_mtime_ns)
     folder = cache_root() / "gguf" / f"{file.stem}-{digest[:16]}-{_FORMAT}"
     partial = folder.with_name(f"{folder.name}.partial")
-    if folder.is_dir():  # complete, even where nothing can be written
+    if folder.is_dir():  # complete, even if nothing can be written here
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not folder.is_dir():
-                shutil.rmtree(partial, ignore_errors=True)  # a killed process may have left it
+                shutil.rmtree(partial, ignore_errors=True)  # a killed process may have left it behind
                 partial.mkdir()
                 try:
                     _convert(file, partial, {"file": file.name, "sha256": digest})
                     partial.rename(folder)
                 finally:
-                    shutil.rmtree(partial, ignore_errors=True)  # after an error, it may fill the disk
+                    shutil.rmtree(partial, ignore_errors=True)  # after an error, because it may fill the disk
     except (OSError, SafetensorError) as error:
         remedy = "make room there, or set HEADSTART_CACHE to another folder"
         raise UserError(f"the weights of {file} cannot be written to {folder} ({error}): {remedy}") from error
@@ -90,7 +90,7 @@ def _digest(file: Path, size: int, changed: int) -> str:
 
 
 def _convert(file: Path, folder: Path, source: Mapping[str, str]) -> None:
-    """Read a file by transformers, from a ``folder`` without other files that it would read too, and write it there."""
+    """Read a file with transformers and write the model to ``folder``, which must not contain other files."""
     if find_spec("gguf") is None:
         raise UserError(f"reading {file} needs the package gguf: pip install 'headstart[gguf]'")
     from gguf import GGUFReader
@@ -167,7 +167,7 @@ def _complete(config: Any, keys: Mapping[str, Any], tensors: Mapping[str, Any]) 
 
 
 def _split_as_llama_cpp(backend: Any, pre: str | None, file: Path) -> None:
-    """Give a tokenizer the pre-tokenizer that a file names, where transformers' reader does not."""
+    """Set the pre-tokenizer that a file names, in cases in which transformers' reader does not."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
     if pre in _DIGITS_APART:

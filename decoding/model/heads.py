@@ -35,19 +35,19 @@ from decoding.model.vocabulary import check_d2t, d2t_of, tokens_of, without_d2t
 from decoding.rules.tree import checked_paths
 
 FORMAT = "headstart-medusa"
-_REMEDY = "give heads that headstart wrote"
-_THIS_TARGET = "give heads trained on this target"
+_REMEDY = "use heads that headstart wrote"
+_THIS_TARGET = "use heads trained on this target"
 
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """Sizes of the heads and the tree that they draft; raises UserError for an impossible size or tree.
+    """Sizes of the heads and the tree that they draft; an impossible size or tree raises UserError.
 
     ``tree`` lists paths of ranks: ``(0, 2)`` is head 1's third best token after head 0's best. Every prefix must be
     listed. ``shared_lm_head``: the heads use the target's lm_head instead of output layers. ``markov_rank``: rank of
-    the `MarkovBias` that all heads share, 0 for none. ``linear``: each head first maps the state linearly.
-    ``draft_vocab_size``: the number of tokens that the heads write, by one lm_head that they share and whose rows are
-    copies of the target's; None: all of the target's.
+    the `MarkovBias` that all heads share; 0 means no bias. ``linear``: each head first maps the state linearly.
+    ``draft_vocab_size``: the number of tokens that the heads write, with one shared lm_head whose rows are copies of
+    rows of the target's; None means all of the target's tokens.
     """
 
     hidden_size: int
@@ -66,12 +66,12 @@ class MedusaConfig:
             check_whole(name, getattr(self, name), smallest)
         for name in ("shared_lm_head", "linear"):
             if type(value := getattr(self, name)) is not bool:
-                raise UserError(f"{name} is {value!r}: give true or false")
+                raise UserError(f"{name} is {value!r}: use true or false")
         if self.draft_vocab_size is not None:
             check_whole("draft_vocab_size", self.draft_vocab_size)
             if self.draft_vocab_size >= self.vocab_size or not self.shared_lm_head:
                 raise UserError(
-                    f"draft_vocab_size is {self.draft_vocab_size}: give less than the target's {self.vocab_size} "
+                    f"draft_vocab_size is {self.draft_vocab_size}: use less than the target's {self.vocab_size} "
                     "tokens, and heads with shared_lm_head"
                 )
         paths = checked_paths(self.tree, self.outputs)
@@ -116,7 +116,7 @@ class MedusaConfig:
 
 
 class ResidualBlock(nn.Module):
-    """Residual block x + SiLU(Wx + b); W and b are zero at the start, which makes it the identity."""
+    """Residual block x + SiLU(Wx + b); W and b are zero at the start, so the block is the identity."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class MedusaHead(nn.Module):
         """Return the logits from the head's output layer or the target's, in that layer's dtype and on its device."""
         writer = lm_head if self.lm_head is None else self.lm_head
         if writer is None:
-            raise UserError("these heads share the target's lm_head: give it as lm_head")
+            raise UserError("these heads share the target's lm_head: pass it as lm_head")
         logits: Tensor = writer(features.to(next(writer.parameters())))
         return logits
 
@@ -170,7 +170,7 @@ class MedusaHead(nn.Module):
 class MedusaHeads(nn.Module):
     """All heads of a target, in the order of the tokens that they predict.
 
-    With a ``draft_vocab_size`` all logits are of the heads' own outputs, which write `output_tokens`.
+    With a ``draft_vocab_size`` all logits are over the heads' own outputs, whose tokens are `output_tokens`.
     """
 
     d2t: Tensor
@@ -188,20 +188,20 @@ class MedusaHeads(nn.Module):
 
     @staticmethod
     def for_target(target: nn.Module, config: MedusaConfig) -> "MedusaHeads":
-        """Make untrained heads: each output layer is a copy of the target's lm_head, each block the identity.
+        """Make untrained heads: each output layer is a copy of the target's lm_head, and each block is the identity.
 
         A Markov bias is zero. With a ``draft_vocab_size``, call `write_only` next.
         """
         lm_head: nn.Linear = target.get_output_embeddings()  # type: ignore[operator]  # nn.Module's getattr
         if getattr(lm_head, "bias", None) is not None:
-            raise UserError("the target's lm_head has a bias, which heads do not support: give a target without one")
+            raise UserError("the target's lm_head has a bias, which heads do not support: use a target without one")
         return MedusaHeads.for_lm_head(lm_head.weight, config)
 
     @staticmethod
     def for_lm_head(weight: Float[Tensor, "vocab hidden"], config: MedusaConfig) -> "MedusaHeads":
         """Make the heads of `for_target` from the weight of the target's lm_head alone."""
         if weight.shape != (config.vocab_size, config.hidden_size):
-            raise UserError(f"the target's lm_head has shape {tuple(weight.shape)}: give heads of the same sizes")
+            raise UserError(f"the target's lm_head has shape {tuple(weight.shape)}: use heads of the same sizes")
         heads = MedusaHeads(config)
         if config.shared_lm_head:
             return heads
@@ -280,9 +280,9 @@ class MedusaHeads(nn.Module):
 class StackedHeads:
     """All heads of a target as one batch, for decoding: one product per layer of blocks, one for a shared lm_head.
 
-    The blocks' weights are stored contiguously and the given heads become views of them, so no weight is stored twice,
-    even if the heads are stacked again. Heads that are later moved to another device or dtype no longer share these
-    weights. A Markov bias is not applied here, but when tokens are chosen.
+    The blocks' weights are stored contiguously and the given heads become views of them, so that no weight is stored
+    twice, even if the heads are stacked again. Heads that are later moved to another device or dtype no longer share
+    these weights. A Markov bias is not applied here but later, when tokens are chosen.
     """
 
     def __init__(self, heads: MedusaHeads) -> None:
@@ -318,7 +318,7 @@ def _stacked(linears: Sequence[nn.Linear]) -> tuple[Float[Tensor, "heads out in"
 
 
 def _side_by_side(parameters: Sequence[Tensor]) -> Tensor:
-    """Make the parameters views of one tensor (parameters, ...) and return the tensor; copy only if necessary."""
+    """Make the parameters views of one tensor (parameters, ...), and return it; copy them only if necessary."""
     first, size = parameters[0].detach(), parameters[0].numel()
     storage = first.untyped_storage().data_ptr()
     if all(
@@ -340,7 +340,7 @@ def loaded(
     The heads take over the tensors without copying, and ``weights`` is emptied; another dtype is converted tensor by
     tensor. Raises UserError, naming ``folder`` as the source, if a weight is not finite in that dtype.
     """
-    check_finite(weights, f"{folder}", "give an earlier checkpoint, or train the heads again")
+    check_finite(weights, f"{folder}", "use an earlier checkpoint, or train the heads again")
     stored = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
     if config.draft_vocab_size is not None:
         check_d2t(weights["d2t"], config.vocab_size, folder, _REMEDY)
@@ -350,7 +350,7 @@ def loaded(
     weights.clear()
     if dtype not in (None, stored):
         heads.to(dtype)
-        check_finite(heads.state_dict(), f"{folder} in {dtype}", "give a dtype of a wider range, such as bf16")
+        check_finite(heads.state_dict(), f"{folder} in {dtype}", "use a dtype of a wider range, such as bf16")
     return heads.eval()
 
 

@@ -1,11 +1,11 @@
-"""Names of models: a folder or a GGUF file, here or on the Hub, from which it is fetched into the cache.
+"""Names of models: a folder or a GGUF file, either here or on the Hub, from where it is fetched into the cache.
 
 On the Hub a model is ``ORG/NAME`` or ``ORG/NAME@REVISION``, and a GGUF file is ``ORG/NAME[@REVISION]:FILE.gguf``.
 ``quickstart`` is the embedded target.
 
 A revision is a branch, a tag, a pull request (``refs/pr/1``) or a commit hash; the default is ``main``. Each process
-resolves a revision once, so config, weights and tokenizer come from the same commit even if the branch moves. Files are
-fetched by the Hub's client, with its cache (HF_HOME, HF_HUB_CACHE), offline mode (HF_HUB_OFFLINE) and token.
+resolves a revision once, so config, weights and tokenizer come from the same commit even if the branch moves. The Hub's
+client fetches the files, with its usual cache (HF_HOME, HF_HUB_CACHE), offline mode (HF_HUB_OFFLINE) and token.
 """
 
 import re
@@ -36,9 +36,9 @@ from decoding.model.quickstart import embedded_folder, is_embedded
 from decoding.model.stored import WEIGHT_FILES, named_files
 
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "README.md")
-"""Config, tokenizer, template, card and similar files; code is fetched too, but runs only if trusted."""
+"""Config, tokenizer, template, card and similar files; code is also fetched, but runs only if trusted."""
 _WEIGHTS = (*WEIGHT_FILES, "adapter_model.safetensors")
-"""Weight files that are read here; copies in other programs' layouts are not fetched."""
+"""Weight files that this package reads; copies in layouts of other programs are not fetched."""
 _FOLDERS = ("*/*",)
 _REVISION = re.compile(r"(?!.*(?:\.\.|//))[^\s\\~^:?*\[\x00-\x1f\x7f/,-][^\s\\~^:?*\[\x00-\x1f\x7f,]*")
 """Revisions that git accepts, except names that would leave the cache's folder or end a drafter's path."""
@@ -50,7 +50,10 @@ _commits: dict[tuple[str, str, str, str], str] = {}
 
 
 class HubName(NamedTuple):
-    """A repository on the Hub and its branch, tag or commit; ``revision`` None is ``main``. ``file``: a GGUF file."""
+    """A repository on the Hub with its branch, tag or commit; ``revision`` None means ``main``.
+
+    ``file``: a GGUF file.
+    """
 
     repo_id: str
     revision: str | None
@@ -75,17 +78,17 @@ def hub_name(name: str | Path) -> HubName | None:
     if Path(name).exists() or name.startswith(("/", ".", "~")) or repo_id.count("/") > 1:
         return None
     if at and _REVISION.fullmatch(revision) is None:
-        raise UserError(f"{name!r} has {revision!r} as revision: give ORG/NAME@ and a branch, a tag or a commit hash")
+        raise UserError(f"{name!r} has {revision!r} as revision: write ORG/NAME@ and a branch, a tag or a commit hash")
     if file.startswith("/") or ".." in PurePosixPath(file).parts:
-        raise UserError(f"{name!r} has {file!r} as file, which is outside the repository: give ORG/NAME:FILE.gguf")
+        raise UserError(f"{name!r} has {file!r} as file, which is outside the repository: write ORG/NAME:FILE.gguf")
     return HubName(repo_id, revision if at else None, file or None)
 
 
 def local_folder(name: str | Path, weights: bool = True) -> Path:
     """Return the folder of this name; for a Hub id, the snapshot in the cache, after fetching missing files.
 
-    A GGUF file is fetched whole and converted first; its folder is in another cache. Of other models only files
-    that are read here are fetched, and weights only with ``weights``. Raises UserError if the folder,
+    A GGUF file is fetched as a whole and converted; its folder is in another cache. Of other models, only the files
+    that this package reads are fetched, and weights only if ``weights`` is true. Raises UserError if the folder,
     repository or revision does not exist or may not be read, or if it is not cached and the Hub cannot be reached.
     """
     if is_embedded(name):
@@ -96,7 +99,7 @@ def local_folder(name: str | Path, weights: bool = True) -> Path:
     if named is None:
         if not Path(name).is_dir():
             raise UserError(
-                f"there is no folder {name}{similar(Path(name))}: give a folder with a model, or a Hub id such as "
+                f"there is no folder {name}{similar(Path(name))}: use a folder with a model, or a Hub id such as "
                 "ORG/NAME or ORG/NAME@REVISION"
             )
         return Path(name)
@@ -133,13 +136,13 @@ def _snapshot_of_file(named: HubName) -> Path:
     """Fetch one file of a repository; return the snapshot's folder."""
     folder = _snapshot(named, [escape(str(named.file))], ())
     if not (folder / str(named.file)).is_file():
-        raise UserError(f"{named.repo_id} has no file {named.file}, or it is not cached: check the name on its page")
+        raise UserError(f"{named.repo_id} has no file {named.file}, or none is cached: check the name on the Hub")
     return folder
 
 
 @contextmanager
 def only_cached(wanted: bool = True) -> Iterator[None]:
-    """Send no requests to the Hub inside this context, as HF_HUB_OFFLINE does for a whole process."""
+    """Send no requests to the Hub inside this context; HF_HUB_OFFLINE does the same for a whole process."""
     before = _only_cached.set(wanted or _only_cached.get())
     try:
         yield
@@ -165,7 +168,7 @@ def _snapshot(named: HubName, patterns: Sequence[str], ignored: Sequence[str] = 
     else:
         _commits[place] = Path(folder).name
         return Path(folder)
-    # Raised outside the handler, because an exception's context would contain the request with its headers.
+    # Raised outside the handler, because the exception's context would contain the request and its headers.
     raise UserError(
         f"{str(named)!r} cannot be loaded: there is no such folder{similar(Path(str(named)))}, and loading it "
         f"from the Hub failed: {problem}"
@@ -176,19 +179,19 @@ def explained(error: Exception, named: HubName, page: str) -> str:
     """Explain in one sentence why fetching from a repository failed and what to do; ``page`` is its web page."""
     repo_id, address = named.repo_id, without_login(constants.ENDPOINT)
     if isinstance(error, HFValidationError):
-        return "it is not a Hub id: give ORG/NAME or ORG/NAME@REVISION"
+        return "it is not a Hub id: write ORG/NAME or ORG/NAME@REVISION"
     if isinstance(error, GatedRepoError):
         return f"it is gated: accept its terms at {page}, then {LOG_IN}"
     if isinstance(error, RepositoryNotFoundError):
         return f"{address} has no {repo_id} that you may read: check the name; if it is private, {LOG_IN}"
     if isinstance(error, RevisionNotFoundError):
-        return f"{repo_id} lacks the revision {named.revision!r}: give a branch, a tag or a whole commit hash"
+        return f"{repo_id} lacks the revision {named.revision!r}: use a branch, a tag or a whole commit hash"
     cause = (error.__cause__ or error) if isinstance(error, LocalEntryNotFoundError) else error
     if isinstance(cause, HfHubHTTPError):
         status = cause.response.status_code
         answers = {
-            401: f"{address} does not accept the token (401): {LOG_IN} to a valid one",
-            403: f"the token may not read {repo_id} (403): use a token that can",
+            401: f"{address} does not accept the token (401): {LOG_IN} to a valid token",
+            403: f"the token may not read {repo_id} (403): use a token that may",
             429: f"{address} received too many requests (429): wait a few minutes, or {LOG_IN} for a higher limit",
         }
         return answers.get(

@@ -1,9 +1,9 @@
-"""Batch-invariant passes: a token's logits do not depend on which tokens and rows run beside it.
+"""Batch-invariant passes: the logits at a token do not depend on the other tokens and rows in its pass.
 
 Kernels choose the order of their additions by the shapes of their inputs, so in bf16 a pass over a tree rounds
-differently from passes over single tokens. Here every product with weights has one shape, so one kernel computes it,
-and every other sum over many numbers runs in fp64: there the order changes only bits that rounding to the model's dtype
-removes. Kernels with fixed tiles need no fp64, but must be written for each device, as in vLLM
+differently from passes over single tokens. Here every product with weights has the same shape, so the same kernel
+computes it. Every other sum over many numbers runs in fp64, where the order changes only bits that rounding to the
+model's dtype removes. Kernels with fixed tiles do not need fp64, but they must be written for each device, as in vLLM
 (https://docs.vllm.ai/en/stable/features/batch_invariance/).
 """
 
@@ -22,7 +22,7 @@ POSITIONS = 32
 
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 _PRODUCTS: dict[Any, int] = {F.linear: 0, torch.addmm: 1, **dict.fromkeys(_MATMULS, 0)}
-"""Products that may be with weights, and the place of the states among their arguments; the weights follow."""
+"""Functions that may multiply by weights, with the place of the states among their arguments; weights come next."""
 _SUMS: tuple[Any, ...] = (
     *(*_MATMULS, torch.bmm, Tensor.bmm, torch.baddbmm, F.scaled_dot_product_attention),
     *(F.softmax, torch.softmax, Tensor.softmax, torch.mean, Tensor.mean, torch.sum, Tensor.sum),
@@ -32,7 +32,7 @@ _SUMS: tuple[Any, ...] = (
 class BatchInvariant(TorchFunctionMode):
     """A context in which this thread's torch functions are batch-invariant.
 
-    Kernels outside torch, such as the kernels of quantised weights, remain as they are.
+    Kernels outside torch, such as those of quantised weights, are not changed.
     """
 
     def __torch_function__(
@@ -48,7 +48,7 @@ class BatchInvariant(TorchFunctionMode):
 
 
 def _in_blocks(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
-    """Apply a product to blocks of `POSITIONS` states (*positions, hidden), of which the last is padded."""
+    """Apply a product to blocks of `POSITIONS` states (*positions, hidden); the last block is padded."""
     flat = states.reshape(-1, states.shape[-1])
     padded = F.pad(flat, (0, 0, 0, -len(flat) % POSITIONS))
     whole = torch.cat([product(block) for block in padded.split(POSITIONS)])

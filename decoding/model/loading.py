@@ -40,7 +40,7 @@ from decoding.model.stored import CONFIG_NAME, check_finite, read_header, read_o
 from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary
 
 _LOGGER = logging.getLogger(__name__)
-_SHARE = 0.9  # share of a GPU's free memory for weights; cache and passes need the rest
+_SHARE = 0.9  # share of a GPU's free memory for weights; the cache and passes need the rest
 
 TOKENIZER_PROBE = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
 """Text that different tokenizers split differently: spaces at the start and end of lines, digits, an accent."""
@@ -49,7 +49,7 @@ UNREADABLE = (
     *(OSError, ValueError, RuntimeError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError),
     *(ImportError, SafetensorError, HTTPError, StrictDataclassError),
 )
-"""Errors that transformers and its libraries raise if they cannot build a model or a config."""
+"""Errors that transformers and its libraries raise when they cannot build a model or a config."""
 
 
 def load_model(
@@ -71,8 +71,8 @@ def load_model(
     check_model_folder(folder)
     spread = place is None and exceeds_first_gpu(folder, kept)
     if spread:
-        _LOGGER.warning("%s does not fit on the first GPU and is spread over %d", name, torch.cuda.device_count())
-    disable_progress_bar()  # reading weights is over before its bar is drawn
+        _LOGGER.warning("%s does not fit on the first GPU and is spread over %d GPUs", name, torch.cuda.device_count())
+    disable_progress_bar()  # the weights are read before the progress bar is drawn
     try:
         described = _that_or_base(folder, "config.json")
         config = AutoConfig.from_pretrained(str(described), trust_remote_code=trust_remote_code)
@@ -91,20 +91,20 @@ def load_model(
     model: PreTrainedModel = read[0]
     if missing := sorted(read[1]["missing_keys"]):
         raise UserError(
-            f"the weights of {name} lack {missing[0]}, one of {len(missing)} missing: give a complete folder"
+            f"the weights of {name} lack {missing[0]}, one of {len(missing)} missing: use a complete folder"
         )
     if not spread and placed is None:
         model.to(place or default_device())  # type: ignore[arg-type]  # transformers' stubs
     elif is_spread(model) and (left := sorted({"cpu", "disk"} & places_of(model))):
         raise UserError(
-            f"{name} does not fit on the GPUs without {' and '.join(left)}: give more GPUs or a narrower dtype"
+            f"{name} does not fit on the GPUs without {' and '.join(left)}: use more GPUs or a narrower dtype"
         )
     model.eval()
     return model
 
 
 def load_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Load the config of a model's folder or Hub id, or of its adapters' base; UserError if it cannot be read."""
+    """Load the config of a folder or Hub id, or of its adapters' base model; raise UserError if it cannot be read."""
     described = _that_or_base(local_folder(name, weights=False), "config.json")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(str(described), trust_remote_code=trust_remote_code)
@@ -135,7 +135,7 @@ def model_without_weights(folder: Path, dtype: torch.dtype, trust_remote_code: b
 
 
 def _stored_generation_config(name: str, trust_remote_code: bool) -> GenerationConfig | None:
-    """Return the generation config that transformers gives a stored model; None for a folder without a model."""
+    """Return the generation config that transformers sets for a stored model; None for a folder without a model."""
     folder = _that_or_base(local_folder(name, weights=False), "config.json")
     if (folder / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(str(folder))
@@ -147,15 +147,15 @@ def _stored_generation_config(name: str, trust_remote_code: bool) -> GenerationC
 
 
 def _that_or_base(folder: Path, pattern: str) -> Path:
-    """Return the folder if it contains a file that matches, else the first base model of its adapters that does.
+    """Return the folder if it contains a file that matches; otherwise the first base model of its adapters that does.
 
-    Raises UserError if adapters lead back to themselves, also on the Hub.
+    Raises UserError if adapters lead back to themselves, here or on the Hub.
     """
     visited = [folder]
     while (base := adapted_model(folder)) is not None and not any(folder.glob(pattern)):
         folder = local_folder(base, weights=False)
         if folder in visited:
-            raise UserError(f"the adapters {base} lead back to themselves as their base model: give the base model")
+            raise UserError(f"the adapters {base} lead back to themselves as their base model: use the base model")
         visited.append(folder)
     return folder
 
@@ -183,7 +183,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     except UNREADABLE as error:
         told = reason(error) if _is_untrusted(error) or _has_vocabulary(folder) else _NO_VOCABULARY
         raise UserError(f"no tokenizer could be read from {name!r}: {told}") from error
-    if tokenizer.vocab_files_names and not _has_vocabulary(folder):  # some families would get an empty tokenizer
+    if tokenizer.vocab_files_names and not _has_vocabulary(folder):  # for some families the tokenizer would be empty
         raise UserError(f"no tokenizer could be read from {name!r}: {_NO_VOCABULARY}")
     return tokenizer
 
@@ -212,9 +212,9 @@ def model_folder(name: str) -> Path:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error (library errors have many), or its class name if the text is empty.
+    """Return the first line of an error (errors of libraries have many), or its class name if the text is empty.
 
-    If the first line ends with a colon, the next one is appended.
+    If the first line ends with a colon, the next line is appended.
     """
     first, *others = _lines(error)
     return " ".join((first, *others[:1])) if first.endswith(":") else first
@@ -226,7 +226,7 @@ def reason(error: BaseException) -> str:
         return "the sizes in config.json differ from the weights"
     if _is_untrusted(error):
         return (
-            "it contains its own code: read the code, then give --trust-remote-code, or trust_remote_code=true in a "
+            "it contains its own code: read the code, then add --trust-remote-code, or trust_remote_code=true in a "
             "recipe"
         )
     if not isinstance(error, StrictDataclassError):
@@ -240,11 +240,11 @@ def _lines(error: BaseException) -> list[str]:
     return [line if len(line) <= 300 else f"{line[:300]}..." for line in lines]
 
 
-_OWN_TOKENIZER = "give a draft trained with the target's tokenizer"
+_OWN_TOKENIZER = "use a draft trained with the target's tokenizer"
 
 
 def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-    """Raise UserError if the draft's token ids mean other texts; vocabularies may differ in padding."""
+    """Raise UserError if the draft's token ids stand for other texts; vocabularies may differ in padding."""
     target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
     differing = [token for token, index in draft_vocab.items() if target_vocab.get(token, index) != index]
     unknown = [token for token in draft_vocab if token not in target_vocab]
@@ -267,7 +267,10 @@ def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedToken
 
 
 def load_heads(name: str | Path, target: CausalLM) -> MedusaHeads:
-    """Load heads from a folder or Hub id, in the target's dtype and on its device; check sizes before weights."""
+    """Load heads from a folder or Hub id, in the target's dtype and on its device.
+
+    Sizes are checked before weights are read.
+    """
     folder = local_folder(name)
     read_config(folder).check_fits(target.hidden_size, target.vocab_size)
     return MedusaHeads.from_pretrained(folder, dtype=target.dtype, device=target.device)
@@ -283,23 +286,23 @@ def load_draft(
     """Load a draft model in the target's dtype and on its device, with fixed shapes if the target has them.
 
     If ``tokenizer`` (the target's) is given and ``other_tokenizer`` is False, the draft's tokenizer must match it;
-    `OtherTokenizerDrafter` accepts any tokenizer. A folder marked by `vocabulary.write_output_tokens` gives a draft
+    `OtherTokenizerDrafter` accepts any tokenizer. A folder marked by `vocabulary.write_output_tokens` becomes a draft
     with a trimmed vocabulary.
     """
     if dspark_folder(name) is not None:
-        raise UserError(f"{name} is a DSpark draft, not a draft model: give it as dspark:{name}")
+        raise UserError(f"{name} is a DSpark draft, not a draft model: pass it as dspark:{name}")
     if eagle3_folder(name) is not None:
-        raise UserError(f"{name} is an EAGLE-3 draft, not a draft model: give it as eagle3:{name}")
+        raise UserError(f"{name} is an EAGLE-3 draft, not a draft model: pass it as eagle3:{name}")
     draft = load_model(name, target.dtype, target.device, trust_remote_code)
     wider = "a dtype of a wider range, such as bf16, or " if target.dtype == torch.float16 else ""
-    parameters, remedy = dict(draft.named_parameters()), f"give {wider}an earlier checkpoint of it"
+    parameters, remedy = dict(draft.named_parameters()), f"use {wider}an earlier checkpoint of it"
     check_finite(parameters, f"the draft {name} in {target.dtype}", remedy)
     if tokenizer is not None and not other_tokenizer:
         own_tokenizer = load_tokenizer(name, trust_remote_code)
         try:
             check_same_tokenizer(tokenizer, own_tokenizer)
         except UserError as error:
-            raise UserError(f"{error}, or give this draft as other-tokenizer:{name}, which is slower") from error
+            raise UserError(f"{error}, or use this draft as other-tokenizer:{name}, which is slower") from error
     output_tokens = read_output_tokens(draft, name)
     loaded = CausalLM(draft) if output_tokens is None else trimmed_vocabulary(draft, output_tokens)
     return loaded if why_not_static(draft) else loaded.with_static(target.static)
@@ -312,13 +315,13 @@ def dspark_folder(name: str | Path) -> Path | None:
 
 
 def load_dspark(name: str | Path, target: CausalLM) -> DSparkDraft:
-    """Load a DSpark or DFlash draft, in the target's dtype and on its device; check sizes before weights.
+    """Load a DSpark or DFlash draft in the target's dtype and on its device; sizes are checked before weights.
 
     Raises UserError if its embedding or lm_head differs from the target's.
     """
     folder = local_folder(name)
     if not is_dspark_folder(folder):
-        raise UserError(f"{name} does not contain a DSpark draft: give draft:{name} for an ordinary draft")
+        raise UserError(f"{name} does not contain a DSpark draft: use draft:{name} for an ordinary draft")
     read_dspark_config(folder).check_fits(target)
     check_ends(folder, target)
     return DSparkDraft.from_pretrained(folder, target.dtype, target.device)
@@ -331,14 +334,14 @@ def eagle3_folder(name: str | Path) -> Path | None:
 
 
 def load_eagle3(name: str | Path, target: CausalLM) -> Eagle3Draft:
-    """Load an EAGLE-3 draft, in the target's dtype and on its device; check sizes before weights.
+    """Load an EAGLE-3 draft in the target's dtype and on its device; sizes are checked before weights.
 
-    Its config names the target's layers, also the default ones. Raises UserError if its embedding differs from the
-    target's.
+    Its config then names the target's layers, even if they are the default ones. Raises UserError if its embedding
+    differs from the target's.
     """
     folder = local_folder(name)
     if not is_eagle3_folder(folder):
-        raise UserError(f"{name} does not contain an EAGLE-3 draft: give draft:{name} for an ordinary draft")
+        raise UserError(f"{name} does not contain an EAGLE-3 draft: use draft:{name} for an ordinary draft")
     config = read_eagle3_config(folder).for_target(target)
     check_embedding(folder, target)
     draft = Eagle3Draft.from_pretrained(folder, target.dtype, target.device)
@@ -349,16 +352,16 @@ def load_eagle3(name: str | Path, target: CausalLM) -> Eagle3Draft:
 def is_heads_folder(folder: str | Path) -> bool:
     """Return True if a folder contains heads in this project's format."""
     config = Path(folder) / CONFIG_NAME
-    return config.is_file() and read_object(config, "give heads or a model").get("format") == FORMAT
+    return config.is_file() and read_object(config, "use heads or a model").get("format") == FORMAT
 
 
 def eos_token_ids(
     model: PreTrainedModel | str, tokenizer: PreTrainedTokenizerBase | None = None, trust_remote_code: bool = False
 ) -> tuple[int, ...]:
-    """Return the ids that end a text: the generation config's EOS ids, else the tokenizer's, else none.
+    """Return the ids that end a text: the EOS ids of the generation config or, if it has none, of the tokenizer.
 
-    This decides it for training, decoding and exports. ``model`` may be a folder or ORG/NAME[@REVISION], which need not
-    contain a model.
+    Training, decoding and exports all use this function. ``model`` may be a folder or ORG/NAME[@REVISION], which need
+    not contain a model.
     """
     own = _stored_generation_config(model, trust_remote_code) if isinstance(model, str) else model.generation_config
     configured: Any = None if own is None else own.eos_token_id

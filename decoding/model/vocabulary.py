@@ -21,7 +21,8 @@ from decoding.model.hub import local_folder
 from decoding.model.stored import StoredTensor
 
 OUTPUT_TOKENS_KEY = "headstart_output_tokens"
-"""Key in a draft's config.json; its value names the file next to it that lists the tokens of the trimmed lm_head."""
+"""Key in a draft's config.json. Its value names the file, in the same folder, with the tokens of the trimmed
+lm_head."""
 OUTPUT_TOKENS_NAME = "output_tokens.json"
 
 
@@ -30,12 +31,12 @@ def most_frequent_tokens(
 ) -> tuple[int, ...]:
     """Return the ``count`` most frequent of ``vocab_size`` tokens in texts of token ids, in increasing order.
 
-    Of equally frequent tokens the lowest ids come first. If the texts contain fewer tokens, these fill the rest: the
-    usual tokenizers number tokens by how frequent they were in their own data. ``always`` are chosen before all others,
-    and should contain the EOS tokens.
+    Among equally frequent tokens the lowest ids come first. If the texts contain fewer different tokens, the lowest ids
+    fill the rest: the usual tokenizers number tokens by their frequency in the tokenizer's own data. The tokens
+    ``always`` are chosen before all others; they should contain the EOS tokens.
     """
     if count < max(1, len(set(always))):
-        raise UserError(f"count is {count}: give at least 1, and at least the {len(set(always))} tokens in always")
+        raise UserError(f"count is {count}: use at least 1, and at least the {len(set(always))} tokens in always")
     seen, first = Counter(token for text in texts for token in text), set(always)
     ranked = sorted(range(vocab_size), key=lambda token: (token not in first, -seen[token], token))
     return tuple(sorted(ranked[:count]))
@@ -60,8 +61,8 @@ def with_filled_vocabulary(draft: CausalLM) -> PreTrainedModel:
     """Return a trimmed draft with a full lm_head, for programs that do not support trimming.
 
     A token that the draft cannot write gets the mean of the draft's lm_head rows. Its logit is then the mean of the
-    draft's logits and never the largest, so greedy decoding writes the same tokens. All other weights are shared. For
-    an untrimmed draft its own model is returned.
+    draft's logits and never the largest, so greedy decoding writes the same tokens. All other weights are shared. For a
+    draft that is not trimmed, its own model is returned.
     """
     model: PreTrainedModel = draft.model
     if (output_tokens := draft.output_tokens) is None:
@@ -93,7 +94,7 @@ def d2t_of(tokens: Sequence[int]) -> Int[Tensor, " outputs"]:
 def without_d2t(
     header: Mapping[str, StoredTensor], outputs: int | None, folder: Path, remedy: str
 ) -> dict[str, StoredTensor]:
-    """Return a header without ``d2t``; raise UserError unless that has ``outputs`` whole numbers (None: is missing)."""
+    """Return a header without ``d2t``; raise UserError unless d2t has ``outputs`` whole numbers (None: is missing)."""
     rest = dict(header)
     found, wanted = rest.pop("d2t", None), None if outputs is None else StoredTensor("I64", (outputs,))
     if found != wanted:
@@ -103,7 +104,7 @@ def without_d2t(
 
 
 def check_d2t(d2t: Int[Tensor, " outputs"], vocab_size: int, folder: Path, remedy: str) -> None:
-    """Raise UserError unless ``d2t`` gives increasing tokens below ``vocab_size``."""
+    """Raise UserError unless the tokens of ``d2t`` increase and are below ``vocab_size``."""
     tokens = tokens_of(d2t)
     if not bool((tokens.diff() > 0).all()) or tokens[0] < 0 or tokens[-1] >= vocab_size:
         raise UserError(f"d2t in {folder} does not give increasing tokens of the target: {remedy}")
@@ -168,7 +169,7 @@ def read_output_tokens(model: PreTrainedModel, name: str) -> tuple[int, ...] | N
 
 def _check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
     if not tokens:
-        raise UserError("the trimmed vocabulary is empty: give at least one token")
+        raise UserError("the trimmed vocabulary is empty: use at least one token")
     check_once("token", tokens)
     if outside := [token for token in tokens if not 0 <= token < vocab_size]:
         raise UserError(f"token {outside[0]} is unknown to the draft, which has 0 to {vocab_size - 1}: omit it")

@@ -1,8 +1,8 @@
-"""Acceptance rules for many rows at once, on their device, without waiting for it.
+"""Acceptance rules for many rows together, on their device and without waiting for it.
 
-Each function does the arithmetic of the readable rule of `decoding.rules.verify`, on the same random numbers. The rules
-that reject read their numbers in an order that the trees alone decide, so every node is decided before the path is
-known. Flat nodes are numbered across the rows, each padded to ``nodes``.
+Each function does the arithmetic of the readable rule in `decoding.rules.verify`, with the same random numbers. The
+rules that reject read the numbers in an order that depends only on the trees, so every node is decided before the path
+is known. Flat nodes are numbered across the rows; each row is padded to ``nodes``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ TargetAt = Callable[[Int[Tensor, " nodes"]], Float[Tensor, "nodes vocab"]]
 
 @dataclass(frozen=True)
 class Undecided:
-    """Rows to decide: their proposals, their random numbers and the target's distribution.
+    """Rows to decide, with their proposals, their random numbers and the target's distribution.
 
     ``first[row]`` is the number of the row's root for ``target``; the row's other nodes follow.
     """
@@ -46,7 +46,7 @@ class Undecided:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
 
     def uniforms(self, count: int) -> Float64[Tensor, "rows count"]:
-        """Return the next numbers of each row's source, which keeps them."""
+        """Return the next numbers of each row's source without taking them."""
         return self.sent([source.peek(count) for source in self.sources], torch.float64)
 
     def tokens(self) -> Int[Tensor, "rows nodes"]:
@@ -73,7 +73,7 @@ def padded(lists: Sequence[Sequence[int]], fill: int) -> list[list[int]]:
 
 
 def walk(batch: Undecided) -> Int[Tensor, "rows 3"]:
-    """Decide by `sampled_verify`: draw at each row's node with the uniform of its depth, then follow.
+    """Decide by `sampled_verify`: draw at each row's node with the uniform number of its depth, and follow the token.
 
     Returns each row's last node, the token after it (the vocabulary's size if no token has weight), and how many
     numbers the row's source must skip.
@@ -98,12 +98,12 @@ def walk(batch: Undecided) -> Int[Tensor, "rows 3"]:
 
 
 def _still(walking: Bool[Tensor, " rows"]) -> Int[Tensor, " some"]:
-    """Return the rows still walking, or all rows if selecting them would wait for a device."""
+    """Return the rows that are not finished, or all rows if selecting them would wait for a device."""
     return walking.nonzero().squeeze(1) if walking.is_cpu else torch.arange(len(walking), device=walking.device)
 
 
 class _Try(NamedTuple):
-    """A child to try, and the row of the q that it was drawn from (-1: all mass is on its token)."""
+    """A child to try, and the row of the q from which it was drawn (-1: all mass is on its token)."""
 
     parent: int
     child: int
@@ -113,7 +113,7 @@ class _Try(NamedTuple):
 
 
 class _Siblings(NamedTuple):
-    """Children of one rank, their parents, their tokens, and the q of each given the siblings before it."""
+    """Children of one rank, with their parents, their tokens, and each one's q given the siblings before it."""
 
     parents: Int[Tensor, " pairs"]
     children: Int[Tensor, " pairs"]
@@ -122,7 +122,7 @@ class _Siblings(NamedTuple):
 
 
 def _siblings(batch: Undecided, like: Float[Tensor, "flat vocab"], by_depth: bool) -> Iterator[_Siblings]:
-    """Yield all children in draw order, rank by rank; ``by_depth``: depth by depth, then rank by rank."""
+    """Yield all children in draw order, rank by rank; with ``by_depth``, depth by depth and then rank by rank."""
     tokens, above = batch.tokens(), 0
     groups: dict[tuple[int, int], list[_Try]] = {}
     for row, proposal in enumerate(batch.proposals):
@@ -158,7 +158,7 @@ def reject(batch: Undecided) -> Int[Tensor, "rows 3"]:
     uniforms = batch.uniforms(max(max(_tries(shape)[1]) for shape in shapes) + 1)
     number = uniforms.gather(1, batch.sent(padded([_tries(shape)[0] for shape in shapes], 0))).flatten()
     keeps = torch.zeros_like(number, dtype=torch.bool)
-    open_ = torch.ones_like(keeps)  # nodes of which no child is kept yet
+    open_ = torch.ones_like(keeps)  # nodes that have no kept child yet
     for parents, children, token, q in _siblings(batch, p, by_depth=False):
         now, tried = p[parents], open_[parents]
         residual = (now - q).clamp(min=0)
@@ -176,7 +176,7 @@ def reject(batch: Undecided) -> Int[Tensor, "rows 3"]:
 def climb(batch: Undecided) -> Int[Tensor, "rows 3"]:
     """Decide chains drawn from q by `traversal_verification`; returns the same as `walk`.
 
-    Does the same as `traverse` in a third of its kernels. Every node below the root was drawn from q, so chains with
+    Does the same as `traverse` with a third of the kernels. Every node below the root was drawn from q, so chains with
     grafted nodes go to `traverse`. Down the chain, A needs no random number; then, from the
     deepest node up to the root, the next number decides whether the node is kept. The letters are as in the rule.
     """
@@ -210,8 +210,9 @@ def climb(batch: Undecided) -> Int[Tensor, "rows 3"]:
 def traverse(batch: Undecided) -> Int[Tensor, "rows 3"]:
     """Decide by `traversal_verification`; returns the same as `walk`.
 
-    When a node is tried, all its earlier siblings were rejected with their subtrees. Its A and its p therefore need no
-    random number. Then, leaves first, the next number decides whether a node is kept. The letters are as in the rule.
+    When a node is tried, all its earlier siblings were rejected with their subtrees. Its A and its p are therefore
+    known without a random number. After that, leaves first, the next number decides whether a node is kept. The letters
+    are as in the rule.
     """
     shapes, mass = [tree.shape for tree in batch.trees], batch.p()
     order = batch.sent(padded([_leaves_first(shape) for shape in shapes], max(map(len, shapes)) - 1))
@@ -254,7 +255,7 @@ def accept_typical(batch: Undecided, epsilon: float, delta: float) -> Int[Tensor
 
 
 def _reached(batch: Undecided, keeps: Bool[Tensor, "rows nodes"]) -> tuple[Int[Tensor, "rows nodes"], Tensor]:
-    """Return each node's depth, and whether it and all nodes above it are kept; the root always is."""
+    """Return each node's depth, and whether the node and all nodes above it are kept; the root is always kept."""
     depths = batch.sent(padded([tree.shape.depths for tree in batch.trees], 0))
     parents, root = batch.parents().clamp(min=0), torch.arange(keeps.shape[1], device=keeps.device) == 0
     reached = root | keeps
@@ -296,7 +297,7 @@ def _leaves_first(shape: TreeShape) -> list[int]:
 
 
 class AtOnce(NamedTuple):
-    """A function that decides many rows as a readable rule does, and the proposals for which it was derived."""
+    """A function that decides many rows as the readable rule does, and the proposals for which it was derived."""
 
     decide: Callable[[Undecided], Int[Tensor, "rows 3"]]
     kinds: frozenset[ProposalKind]

@@ -11,7 +11,7 @@ FITTED_RANKS = 10
 """Best tokens of each head, or of each DSpark slot, with accuracies for `best_tree`."""
 
 Paths = tuple[tuple[int, ...], ...]
-"""A tree as paths of child ranks, shorter paths first."""
+"""A tree as paths of child ranks; shorter paths come first."""
 
 
 def best_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> Paths:
@@ -19,14 +19,14 @@ def best_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> Paths:
     out.
 
     ``accuracies[d][r]`` is the share of steps in which the rank-r token (from 0) of head d (from 0) was right. Heads
-    are treated as independent: a path's probability is the product of the shares along it. It never rises from parent
-    to child or from one rank to the next, so popping the likeliest paths from a heap gives the optimal tree (Medusa,
-    2401.10774, section 2.3.3). Raises UserError without a node or a head.
+    are treated as independent, so the probability of a path is the product of the shares along it. This product never
+    rises from parent to child or from one rank to the next, so taking the likeliest paths from a heap builds the
+    optimal tree (Medusa, 2401.10774, section 2.3.3). Raises UserError if there are no nodes or no heads.
     """
     # A rank's share is capped at the previous rank's; only a small sample exceeds it.
     shares = [list(accumulate(head, min)) for head in accuracies]
     if not shares or not shares[0] or nodes < 1:
-        raise UserError(f"got {nodes} nodes and the accuracies {list(shares)}: give at least one node and one head")
+        raise UserError(f"got {nodes} nodes and the accuracies {list(shares)}: use at least one node and one head")
     heap: list[tuple[float, tuple[int, ...]]] = [(-shares[0][0], (0,))]
     chosen: list[tuple[int, ...]] = []
     while heap and len(chosen) < nodes:

@@ -1,8 +1,8 @@
-"""Verdicts for the rows of a batch: sampling controls on the target's logits, then each row's acceptance rule.
+"""Verdicts for the rows of a batch: applies the sampling controls to the target's logits, then each row's rule.
 
-On an accelerator, rows with the same rule are decided at once, except on MPS and if
-`decoding.rules.at_once` lacks a function for the rule and these proposals. On a CPU they are decided one by one, except
-in large batches of `sampled_verify`: one row stays in the processor's cache and stops as soon as it is decided.
+On an accelerator, rows with the same rule are decided together, except on MPS, and unless `decoding.rules.at_once`
+lacks a function for the rule and these proposals. On a CPU rows are decided one by one, because a single row fits into
+the processor's cache and stops as soon as it is decided; only large batches of `sampled_verify` are decided together.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from decoding.rules.sampling import HistoryRows, SamplingConfig, adjusted_logits
 from decoding.rules.tree import Proposal, TokenTree, fetch_tokens
 from decoding.rules.verify import SAMPLED_VERIFY, Rule, Verdict, lossless_rule
 
-_WALKERS = 16  # number of rows with drafted tokens from which walking all trees at once is faster on the CPU
+_WALKERS = 16  # with at least this many drafted rows, walking all trees together is faster on the CPU
 
 
 def decide(
@@ -46,7 +46,7 @@ def decide(
         ]
     rules = [_rule_of(proposal, rule) for proposal in proposals]
     found, decided = list[Tensor](), list[int]()
-    for each in {id(of_row): of_row for of_row in rules}.values():  # rules of a user's own may not be hashable
+    for each in {id(of_row): of_row for of_row in rules}.values():  # a user's own rules may not be hashable
         rows = [row for row, of_row in enumerate(rules) if of_row is each]
         drafted = sum(len(trees[row]) > 1 for row in rows if each is SAMPLED_VERIFY)
         of_rows = [proposals[row] for row in rows]
@@ -69,7 +69,10 @@ def decide(
 
 
 def _rule_of(proposal: Proposal, rule: Rule | None) -> Rule:
-    """Return the rule of a row. A root alone fits every rule, because all rules draw from p after it."""
+    """Return the rule of a row.
+
+    A tree with only a root fits every rule, because all rules draw from p after the root.
+    """
     if len(proposal.tree) == 1:
         return SAMPLED_VERIFY
     of_row = rule or lossless_rule(proposal)
@@ -78,9 +81,9 @@ def _rule_of(proposal: Proposal, rule: Rule | None) -> Rule:
 
 
 def _pays(logits: Float[Tensor, "rows nodes vocab"], drafted: int) -> bool:
-    """Return True if deciding all rows at once is faster; ``drafted`` rows have more than a root.
+    """Return True if deciding all rows together is faster; ``drafted`` rows have more than a root.
 
-    A CPU does not wait for a device, so only many rows gain. MPS has no float64.
+    On a CPU, which does not wait for a device, only many rows are faster together. MPS has no float64.
     """
     return drafted >= _WALKERS if logits.is_cpu else not logits.is_mps
 

@@ -14,7 +14,7 @@ def inverse_cdf(weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, 
     """Draw one token per row in proportion to its weights (any positive sum), from uniforms in [0, 1).
 
     Runs on the weights' device without waiting for it; the uniforms may be on the host. Never draws a token of weight
-    0. A row with NaN or without any weight gives ``vocab``, an invalid id.
+    0. For a row with NaN or without any weight the result is ``vocab``, an invalid id.
     """
     cumulative = _cumulative(weights)
     thresholds = cumulative[:, -1:] * uniforms.to(cumulative.device, non_blocking=True)[:, None]
@@ -28,7 +28,7 @@ def _cumulative(weights: Float[Tensor, "*rows vocab"]) -> Float64[Tensor, "*rows
         weights = weights.cpu()
     own = weights.clone() if weights.dtype == torch.float64 else weights.double()
     sums = own.cumsum_(-1)
-    # The CPU adds the weights one by one, so its sums already have this property.
+    # The CPU adds the weights one by one, so its sums have this property already.
     return sums if weights.is_cpu else _monotone(sums, weights)
 
 
@@ -51,11 +51,11 @@ class RandomSource(Protocol):
 
 
 NO_WEIGHT = "no token has any weight: loosen the sampling controls; a processor may forbid every token"
-_BLOCK = 32  # fewest numbers that a source draws from its generator at once
+_BLOCK = 32  # fewest numbers that a source draws from its generator in one call
 
 
 class GeneratorSource:
-    """Random source over a `torch.Generator` on the host: a seed gives the same uniforms on every device."""
+    """Random source over a `torch.Generator` on the host: a seed leads to the same uniforms on every device."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
@@ -77,7 +77,7 @@ class GeneratorSource:
         return self._ahead.pop(0)
 
     def uniforms(self, count: int) -> Float64[Tensor, " count"]:
-        """Take the next ``count`` numbers at once, on the host."""
+        """Take the next ``count`` numbers, on the host."""
         taken = torch.tensor(self.peek(count), dtype=torch.float64)
         self.skip(count)
         return taken
@@ -98,7 +98,8 @@ class GeneratorSource:
         return self.uniform() < probability
 
     def draw(self, weights: Float[Tensor, " vocab"]) -> int:
-        # `inverse_cdf` of a single row without the row axis: faster, and called for every drafted token.
+        # `inverse_cdf` of a single row without the row axis. It is faster, which matters because every drafted token
+        # calls it.
         cumulative = _cumulative(weights)
         token = int(torch.searchsorted(cumulative, cumulative[-1] * self.uniform(), right=True))
         if token == len(weights):
@@ -112,14 +113,14 @@ def draw_rows_without_replacement(
     """Draw up to ``count`` distinct indices per row, from uniforms in [0, 1).
 
     Each draw is in proportion to the weights of the indices left. Runs on the weights' device without waiting for it;
-    the uniforms may be on the host. Once a row's weight is used up, or is NaN, it gives ``vocab``, which is not an
-    index.
+    the uniforms may be on the host. Once the weight of a row is used up, or if it is NaN, the result is ``vocab``,
+    which is not an index.
     """
     if not weights.is_mps:  # MPS has no float64
         uniforms = uniforms.to(weights.device, non_blocking=True)
     columns: list[Tensor] = []
     for column in uniforms.T:
-        if columns:  # not in place: the caller keeps the weights, and the first draw reads them all
+        if columns:  # a copy, because the caller keeps the weights and the first draw reads them all
             weights = weights.scatter(1, columns[-1].clamp(max=weights.shape[1] - 1)[:, None], 0)
         columns.append(inverse_cdf(weights, column))
     return torch.stack(columns, dim=1)

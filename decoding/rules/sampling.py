@@ -1,4 +1,4 @@
-"""Sampling controls: logits to probabilities, with the same code for target and draft.
+"""Sampling controls: how logits become probabilities, with the same code for target and draft.
 
 The controls are applied in the order of `transformers`: penalties, processors, temperature, top-k, top-p, min-p,
 typical-p. Probabilities are fp32 (fp64 for fp64 logits) for models of any dtype.
@@ -27,7 +27,7 @@ class LogitsProcessor(Protocol):
     def __call__(
         self, input_ids: Int[Tensor, "rows length"], scores: Float[Tensor, "rows vocab"], /
     ) -> Float[Tensor, "rows vocab"]:
-        """Return the new scores of the token after each text; ``scores`` may be overwritten."""
+        """Return the new scores for the token after each text; ``scores`` may be overwritten."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ class SamplingConfig:
             ("top_p", 0 < self.top_p <= 1, "a share of probability in (0, 1]"),
             ("min_p", 0 <= self.min_p < 1, "a share of the best token's probability in [0, 1)"),
             ("typical_p", 0 < self.typical_p <= 1, "a share of probability in (0, 1]"),
-            ("repetition_penalty", 0 < self.repetition_penalty < infinite, "a positive number, 1 for none"),
+            ("repetition_penalty", 0 < self.repetition_penalty < infinite, "a positive number (1 means no penalty)"),
         ):
             if not fits:
-                raise UserError(f"{name} is {getattr(self, name)}: give {wanted}")
+                raise UserError(f"{name} is {getattr(self, name)}: use {wanted}")
         if not isinstance(self.processors, tuple):
-            raise UserError(f"processors is a {type(self.processors).__name__}: give a tuple of processors")
+            raise UserError(f"processors is a {type(self.processors).__name__}: use a tuple of processors")
         for processor in self.processors:
             if not isinstance(processor, ForPromptLength) and not callable(processor):
-                raise UserError(f"processor {processor!r} cannot be called: give (input_ids, scores) -> scores")
+                raise UserError(f"processor {processor!r} cannot be called: pass a function of (input_ids, scores)")
 
     @property
     def greedy(self) -> bool:
@@ -88,7 +88,9 @@ class SamplingConfig:
 
 
 class HistoryRows(NamedTuple):
-    """The text before each row's next token, as the controls read it; a tensor that no control reads is None.
+    """The text before each row's next token, in the form that the controls read.
+
+    A tensor that no control reads is None.
 
     ``seen`` (rows, vocab) bool: true for tokens of the prompt or the output. ``texts`` (rows, longest) long: row i's
     text is its first ``lengths[i]`` entries, the rest is padding. ``prompt_lengths``: tokens of each row's prompt.
@@ -101,7 +103,7 @@ class HistoryRows(NamedTuple):
 
     @staticmethod
     def cat(parts: Sequence["HistoryRows"]) -> "HistoryRows":
-        """Join the rows of all parts, one part after the other; all parts must come from the same `SamplingConfig`."""
+        """Join the rows of all parts, one part after another; all parts must come from the same `SamplingConfig`."""
 
         def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
             given = [tensor for tensor in tensors if tensor is not None]
@@ -132,7 +134,7 @@ def _padded(texts: Int[Tensor, "rows length"], longest: int) -> Int[Tensor, "row
 
 
 class History:
-    """The history of one text, updated as the text grows. Costs nothing if no control reads it."""
+    """The history of one text, updated as the text grows. It takes no time if no control reads it."""
 
     def __init__(
         self, sampling: SamplingConfig, prompt_length: int, vocab_size: int, device: torch.device | str
@@ -202,7 +204,8 @@ def adjusted_logits(
 ) -> Float[Tensor, "rows vocab"]:
     """Return the logits after penalties and processors; greedy decoding takes their argmax.
 
-    Without penalties and processors this is ``logits`` itself; else a new tensor in fp32 (fp64 for fp64 logits).
+    Without penalties and processors the result is ``logits`` itself; otherwise it is a new tensor in fp32 (fp64 for
+    fp64 logits).
     """
     if not sampling.needs_history:
         return logits
@@ -276,7 +279,7 @@ def _nucleus(logits: Float[Tensor, "rows vocab"], top_p: float) -> Float[Tensor,
 def _typical(logits: Float[Tensor, "rows vocab"], mass: float) -> Float[Tensor, "rows vocab"]:
     """Keep the tokens whose -log p is nearest the entropy until their mass reaches ``mass`` (2202.00666, section 4).
 
-    Ties with the last kept token are kept too.
+    Tokens that tie with the last kept one are kept as well.
     """
     log_shares = logits.log_softmax(-1)
     entropy = -(log_shares * log_shares.exp()).nansum(-1, keepdim=True)

@@ -19,18 +19,18 @@ from torch import Tensor
 from decoding.errors import UserError
 
 MOST_NODES = 4096
-"""Most nodes of a tree from a file or a recipe: its mask takes 16 MiB, and no target verifies more."""
+"""Most nodes of a tree in a file or a recipe: the mask of this tree takes 16 MiB, and no target verifies more nodes."""
 
 
 def checked_paths(paths: object, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Return paths of child ranks, read from a file or a recipe, as tuples; UserError unless they form a tree.
+    """Return paths of child ranks, read from a file or a recipe, as tuples; raise UserError if they do not form a tree.
 
     Every prefix of a path must be listed, every path once, and every rank must be below ``vocab_size``.
     """
     if not isinstance(paths, list | tuple):
-        raise UserError(f"the tree is {reprlib.repr(paths)}: give paths of ranks, such as [[0], [1], [0, 0]]")
+        raise UserError(f"the tree is {reprlib.repr(paths)}: use paths of ranks, such as [[0], [1], [0, 0]]")
     if len(paths) > MOST_NODES:
-        raise UserError(f"the tree has {len(paths)} nodes: give at most {MOST_NODES}")
+        raise UserError(f"the tree has {len(paths)} nodes: use at most {MOST_NODES}")
     known: set[tuple[int, ...]] = {()}
     for path in sorted(map(_checked_path, paths), key=len):
         shown = reprlib.repr(list(path))
@@ -39,24 +39,24 @@ def checked_paths(paths: object, vocab_size: int) -> tuple[tuple[int, ...], ...]
         if path[:-1] not in known:
             raise UserError(f"tree path {shown} lacks its parent: add {reprlib.repr(list(path[:-1]))} to the paths")
         if path[-1] >= vocab_size:
-            raise UserError(f"tree path {shown} has a rank of {path[-1]}: give ranks below the {vocab_size} tokens")
+            raise UserError(f"tree path {shown} has a rank of {path[-1]}: use ranks below the {vocab_size} tokens")
         known.add(path)
     return tuple(map(tuple, paths))
 
 
 def _checked_path(path: object) -> tuple[int, ...]:
-    """Return the path as a tuple; UserError unless it is a non-empty list of ranks."""
+    """Return the path as a tuple; raise UserError unless it is a non-empty list of ranks."""
     if not isinstance(path, list | tuple) or not path:
-        raise UserError(f"tree path {reprlib.repr(path)} is not a list of ranks: give one such as [0, 1]")
+        raise UserError(f"tree path {reprlib.repr(path)} is not a list of ranks: use one such as [0, 1]")
     for rank in path:
         if type(rank) is not int or rank < 0:
-            raise UserError(f"tree path {reprlib.repr(path)} contains {reprlib.repr(rank)}: give whole numbers from 0")
+            raise UserError(f"tree path {reprlib.repr(path)} contains {reprlib.repr(rank)}: use whole numbers from 0")
     return tuple(path)
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The topology of a token tree without its tokens: computed once, shared by every step that uses it.
+    """The topology of a token tree without its tokens. It is computed once and shared by all steps that use it.
 
     ``parents[i]`` is the parent of node i; ``parents[0]`` is -1 and every parent comes before its children.
     Siblings are in draw order; recursive rejection depends on that order.
@@ -84,9 +84,9 @@ class TreeShape:
     def from_paths(paths: Iterable[Sequence[int]]) -> tuple["TreeShape", tuple[int, ...]]:
         """Build a shape from paths of child ranks, as Medusa writes its trees (``medusa_choices``).
 
-        ``(0, 2)`` is the third best child (rank 2) of the best child of the root. Every prefix of a path must be listed
-        (else UserError). Returns the shape, and the rank among its siblings of each node but the root. Nodes are
-        ordered by depth, then by path, with the best sibling first.
+        ``(0, 2)`` is the third best child (rank 2) of the best child of the root. Every prefix of a path must be
+        listed; otherwise UserError is raised. Returns the shape, and the rank among its siblings of each node but the
+        root. Nodes are ordered by depth, then by path, with the best sibling first.
         """
         ordered = sorted({tuple(path) for path in paths} - {()}, key=lambda path: (len(path), path))
         node_of: dict[tuple[int, ...], int] = {(): 0}
@@ -120,7 +120,7 @@ class TreeShape:
 
     @cached_property
     def inner(self) -> dict[int, int]:
-        """Nodes with children, in their order, each with its number among them."""
+        """The nodes with children, in increasing order; each has its number among them."""
         return {node: number for number, node in enumerate(sorted({*self.parents[1:]}))}
 
     @cached_property
@@ -150,7 +150,7 @@ class TreeShape:
         return tuple(reversed(nodes))
 
     def keep(self, nodes: Sequence[int]) -> "TreeShape":
-        """Return the tree of the given nodes alone; each node's parent must come before it in ``nodes``."""
+        """Return the tree of these nodes only; in ``nodes`` each node must come after its parent."""
         new_index = {node: index for index, node in enumerate(nodes)}
         return TreeShape(tuple(-1 if node == 0 else new_index[self.parents[node]] for node in nodes))
 
@@ -166,15 +166,15 @@ class TokenTree:
 
     @staticmethod
     def of_list(tokens: Sequence[int], shape: TreeShape, device: torch.device | str = "cpu") -> "TokenTree":
-        """Make a tree of tokens known on the host, to save fetching them from the device."""
-        on_device = torch.tensor(tokens).to(device, non_blocking=True)  # does not wait for queued work
+        """Make a tree from tokens that are known on the host, so that they need not be fetched from the device."""
+        on_device = torch.tensor(tokens).to(device, non_blocking=True)  # without waiting for queued work
         tree = TokenTree(on_device, shape)
         tree._token_list = list(tokens)
         return tree
 
     @staticmethod
     def chain(tokens: Sequence[int], device: torch.device | str = "cpu") -> "TokenTree":
-        """Make a chain of tokens known on the host, the root first."""
+        """Make a chain from tokens that are known on the host; the root comes first."""
         return TokenTree.of_list(tokens, TreeShape.chain(len(tokens) - 1), device)
 
     @property
@@ -224,7 +224,7 @@ class TokenTree:
 
 
 class TokenTrie:
-    """Paths below one root token; the common beginning of two paths is stored, run and counted once."""
+    """Paths below one root token. The common beginning of two paths is stored, run and counted only once."""
 
     def __init__(self, root: int) -> None:
         self._tokens = [root]
@@ -286,7 +286,7 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the length of the longest common prefix of two texts, in tokens."""
     shorter = min(len(first), len(second))
     first, second = list(first[:shorter]), list(second[:shorter])
-    if first == second:  # the usual case, at two nanoseconds per token
+    if first == second:  # the usual case; it takes two nanoseconds per token
         return shorter
     return next(index for index in range(shorter) if first[index] != second[index])
 
@@ -325,7 +325,7 @@ class Proposal:
     Deterministic proposals have ``q`` None.
 
     ``drawn`` is the drawn part of a grafted proposal, None for any other. ``matched`` is the length of the text's
-    suffix that a lookup found earlier, 0 without a lookup.
+    suffix for which a lookup found an earlier occurrence; without a lookup it is 0.
     """
 
     tree: TokenTree

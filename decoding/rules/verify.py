@@ -60,7 +60,7 @@ class Rule:
 
 
 def greedy(proposal: Proposal, target_scores: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
-    """Follow the child that is the target's argmax (lowest index on ties); write the argmax at the first miss.
+    """Follow the child that is the target's argmax (lowest index on ties); if no child is, write the argmax.
 
     ``target_scores`` may be logits or probabilities: only their order matters.
     """
@@ -74,7 +74,7 @@ def sampled_verify(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: 
     Lossless for any draft, however its tokens were chosen. Each written token takes exactly one draw from ``source``,
     from p in its context, as in plain decoding. If the drafter draws nothing from ``source``, the text is therefore
     the one that plain decoding writes with the same seed. A child drawn from q is kept with probability sum over x of
-    p(x) q(x). Rejection keeps at least as much: sum over x of min(p(x), q(x)).
+    p(x) q(x). Rejection keeps it at least as often: with probability sum over x of min(p(x), q(x)).
     """
     tree = proposal.tree
     path: list[int] = []
@@ -93,9 +93,9 @@ def recursive_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], sou
 
     Each node tries its children in draw order. Child x is kept with probability min(1, p(x)/q(x)); each rejection
     replaces p by its residual, the normalised (p - q)+. On a chain this is the token rejection of speculative sampling
-    (Leviathan et al. 2211.17192, Chen et al. 2302.01318). With replacement q does not change: a duplicate is always
-    rejected, and still updates p. Without replacement the rejected token is removed from q. If no child is kept, the
-    target writes from the last p.
+    (Leviathan et al. 2211.17192, Chen et al. 2302.01318). With replacement, q does not change; a duplicate is always
+    rejected, but it still updates p. Without replacement, the rejected token is removed from q. If no child is kept,
+    the target writes from the last p.
 
     A deterministic child x counts as drawn from delta(x), as in Medusa (2401.10774) and EAGLE (2401.15077): it is kept
     with probability p(x), and the order of the children does not matter. Such verdicts have the same distribution as
@@ -113,7 +113,7 @@ def recursive_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], sou
             ratio = float(p_now[token] / q_now[token])
             assert ratio < math.inf, UNDRAWN
             residual = None if source.accept(ratio) else _residual(p_now, q_now)
-            if residual is None:  # kept, or p = q up to rounding, where a rejection has probability 0
+            if residual is None:  # kept, or p = q up to rounding, in which case a rejection has probability 0
                 accepted = child
                 break
             p_now = residual
@@ -131,7 +131,7 @@ def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], 
     leaf is kept with probability A, and the target writes from p after it. A rejected child changes its parent: p
     becomes the normalised (A p - q)+, and A becomes S/(S + (1 - A)), with S the sum of (A p - q)+. The next child in
     draw order is tried with this p and A. If all children of a node are rejected, the node is kept with its last A and
-    the target writes from its last p; otherwise the node is rejected too. A deterministic x counts as drawn from
+    the target writes from its last p; otherwise the node is also rejected. A deterministic x counts as drawn from
     delta(x).
 
     On a chain this is block verification (Sun et al. 2403.10444). In expectation it keeps at least as many tokens as
@@ -141,7 +141,8 @@ def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], 
 
     def entered(node: int, kept: float) -> _Visit:
         """Return the visit of ``node``, with A = ``kept``, before any child is tried."""
-        # The product A p is all that the formulas use. A leaf only draws from p, so its scale does not matter.
+        # The product A p is all that the formulas use. At a leaf a token is only drawn from p, so the scale of p does
+        # not matter.
         mass = p[node] * kept if tree.shape.children[node] else p[node]
         return node, kept, mass, _children_with_q(proposal, node, mass)
 
@@ -164,7 +165,8 @@ def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], 
         residual = (mass - q_now).clamp_(min=0)  # the tried child is rejected
         left = float(residual.sum())
         if left == 0:
-            # Without a residual the node is rejected. At the root p equals q up to rounding, as in token rejection.
+            # Without a residual the node is rejected. At the root this means that p equals q up to rounding, as in
+            # token rejection.
             kept = 0.0
             children = iter(())
             continue
@@ -210,7 +212,7 @@ def typical_acceptance(epsilon: float = 0.09, delta: float = 0.3) -> Rule:
     """Make the rule of Medusa's typical acceptance (2401.10774, section 2.3.1): lossy.
 
     A drafted x passes if p(x) > min(epsilon, delta * exp(-entropy of p)). The longest path of passing tokens is kept;
-    the likeliest under p on ties. The target then writes from p after the last kept token.
+    on ties, the path that is likeliest under p. The target then writes from p after the last kept token.
     """
     decide = partial(typical, epsilon=epsilon, delta=delta)
     return Rule("typical acceptance", lossless=False, kinds=_ANY, decide=decide)
@@ -259,7 +261,7 @@ RULES: dict[str, Rule] = {
     "traversal": TRAVERSAL_VERIFICATION,
     "typical": typical_acceptance(),
 }
-"""Every rule by its name on the command line; typical acceptance with its published thresholds."""
+"""Every rule by its name on the command line; typical acceptance has its published thresholds."""
 
 
 def lossless_rule(proposal: Proposal) -> Rule:
@@ -270,9 +272,9 @@ def lossless_rule(proposal: Proposal) -> Rule:
 def lossless_rule_for(kind: ProposalKind, is_chain: bool) -> Rule:
     """Return the default lossless sampling rule for proposals of this kind.
 
-    With q: block verification for sampled chains, else traversal verification; these keep the most tokens. Without q:
-    `sampled_verify`. For deterministic tokens all rules keep equally many in expectation, and this one writes the same
-    text as plain decoding with the same seed.
+    With q, the rule is block verification for sampled chains and traversal verification for all others; these rules
+    keep the most tokens. Without q, it is `sampled_verify`: for deterministic tokens all rules keep equally many in
+    expectation, and this one writes the same text as plain decoding with the same seed.
     """
     if not kind.has_q:
         return SAMPLED_VERIFY

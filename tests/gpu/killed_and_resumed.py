@@ -38,7 +38,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def status_of(life: Callable[[], None]) -> int:
-    """Do this in a process of its own; return its exit code, or minus the signal that killed it."""
+    """Do this in a separate process; return its exit code, or minus the signal that killed it."""
     if (process := os.fork()) == 0:
         code = 1
         try:

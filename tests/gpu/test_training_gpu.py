@@ -16,7 +16,7 @@ NEEDED = ("accelerate", "jaxtyping", "jinja2", "pydantic", "rich")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_heads_and_a_draft_are_trained_killed_resumed_exported_and_decode(tmp_path: Path) -> None:
     finds = f"import importlib.util; print(*[name for name in {NEEDED} if not importlib.util.find_spec(name)])"
-    # In a process of its own: the GPU suite puts stand-ins in the place of missing packages.
+    # In a separate process: the GPU suite puts stand-ins in the place of missing packages.
     if missing := subprocess.run(
         [sys.executable, "-c", finds], capture_output=True, text=True, check=True
     ).stdout.strip():

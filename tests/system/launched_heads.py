@@ -144,7 +144,7 @@ def first(folder: Path, accelerator: Accelerator) -> None:
     if (folder / "chain").exists():
         chained = Recorder()
         begun = max(int(path.name.removeprefix("step-")) for path in (folder / "chain").glob("step-*"))
-        chained.actions[begun + 1] = interrupt  # several processes stop after the step behind that one
+        chained.actions[begun + 1] = interrupt  # several processes stop after the next step
         with suppress(Interrupted):
             run(folder / "chain", accelerator, chained, seed=1)
         note(folder / "chain", chained, accelerator)

@@ -1,4 +1,4 @@
-"""The web demo in headless Chromium, from a server process of its own: what people do there, alone and at once.
+"""The web demo in headless Chromium, from a separate server process: what people do there, alone and at once.
 
 Skipped where there is no Chromium, Playwright or Gradio. HEADSTART_SCREENSHOTS=FOLDER keeps the pictures.
 """

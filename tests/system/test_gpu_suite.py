@@ -117,7 +117,7 @@ def test_a_step_that_fails_or_does_not_end_keeps_what_it_measured_and_is_done_ag
     steps["dies"] = step_of(2, third=lambda: {"ms": 6})
     gpu_suite.main([*given, "--steps", "dies;fails"])
     assert read(tmp_path)["steps"]["dies"]["results"] == {"again": {"ms": 5}}
-    with pytest.raises(ValueError, match="is of commit abc, not other: give another --output"):
+    with pytest.raises(ValueError, match="is of commit abc, not other: use another --output"):
         gpu_suite.main([*given, "--commit", "other"])
 
 

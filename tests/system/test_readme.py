@@ -46,7 +46,7 @@ _TINY_RECIPE = (
     "training.steps=2 training.batch_size=2 training.micro_batch_size=2 data.max_length=64 evaluation.prompts=1 "
     "evaluation.best_prompts=8 evaluation.tree_prompts=1 evaluation.max_new_tokens=4 tracking=none"
 )
-TINY = {  # what makes a command quick, behind its own words
+TINY = {  # what makes a command quick, after its own words
     "headstart train": _TINY_RECIPE,
     "headstart plan": "--limit 2 --max-new-tokens 12 --batch-size 1",
     "headstart realign": "--steps 2 --max-new-tokens 12 training.batch_size=2 training.micro_batch_size=2",
@@ -144,7 +144,7 @@ def test_the_readme_names_its_commands() -> None:
 
 
 def test_every_page_with_commands_or_a_program_is_one_that_a_test_runs() -> None:
-    """The tutorial has a test of its own."""
+    """The tutorial has a separate test."""
     marked = re.compile(r"^ *```(?:sh|bash|shell|console|python)$", re.MULTILINE)
     found = {path for path in (ROOT / "docs").rglob("*.md") if marked.search(path.read_text())}
     run_here = (PYTHON, TRAINING, DRAFTS, PLAN, EVALUATE, SERVING, DATA, MACHINES, ONE_GPU, VERIFY, EXTEND, TARGETS)

@@ -53,7 +53,7 @@ def test_a_process_that_works_for_long_is_waited_for_as_long_as_it_gives_signs(t
 
 KILLS = 6
 STEPS = 40
-EVERY = 4  # steps between checkpoints: of six kills, hardly ever all fall right behind one
+EVERY = 4  # steps between checkpoints: of six kills, hardly ever all fall right after one
 
 
 def test_a_run_killed_six_times_equals_the_one_that_was_never_killed(tmp_path: Path) -> None:

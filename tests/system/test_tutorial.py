@@ -37,7 +37,7 @@ _TINY_RECIPE = {
     "evaluation.tree_prompts": "1",
     "evaluation.max_new_tokens": "4",
 }
-SHORTER = {  # option or key: a value that makes the command quick, in place of the tutorial's or behind its words
+SHORTER = {  # option or key: a value that makes the command quick, in place of the tutorial's or after its words
     "generate": {"--max-new-tokens": "8"},
     "regenerate": {"--max-new-tokens": "12", "--limit": "4", "--batch-size": "2"},
     "evaluate": {"--max-new-tokens": "6", "--limit": "1"},
@@ -62,7 +62,7 @@ sys.stdin.read()
 
 
 def blocks(language: str) -> list[str]:
-    """Return the lines of the tutorial's blocks, those that go on behind a backslash joined."""
+    """Return the lines of the tutorial's blocks, those that go on after a backslash joined."""
     found = re.findall(rf"```{language}\n(.*?)```", TUTORIAL, flags=re.DOTALL)
     return [line for block in found for line in re.sub(r"\\\n\s*", "", block).splitlines() if line]
 

@@ -1,4 +1,4 @@
-"""The types hold, as `make check` finds them; here beside other tests, as mypy keeps one core busy for a minute."""
+"""The types hold, as `make check` finds them; here among other tests, as mypy keeps one core busy for a minute."""
 
 import subprocess
 import sys

@@ -126,7 +126,7 @@ def test_an_export_writes_our_text_in_as_many_passes_as_here(found: Row, name: s
     accepted, passes = row["theirs"]["accepted"], row["theirs"]["passes"]
     assert 0 < accepted[0] < passes, "neither none nor all"
     assert name == "lookup" or row["theirs"]["drafted"] == passes * len(accepted)
-    # Every pass writes the target's own token and the accepted ones; the last may reach behind the text's end.
+    # Every pass writes the target's own token and the accepted ones; the last may reach after the text's end.
     assert 0 <= passes + sum(accepted) - PROMPTS * (MAX_NEW_TOKENS - 1) < PROMPTS * len(accepted)
 
 
@@ -153,7 +153,7 @@ def test_in_a_crowd_of_requests_that_come_and_go_every_draft_is_of_its_own_state
 
 def test_what_vllm_cannot_start_is_one_sentence(found: Row) -> None:
     errors = {name: row["error"] for (name, _), row in found.items() if "error" in row}
-    assert "num_speculative_tokens is 4 but there are 3 heads: give at most 3" in errors["more"]
+    assert "num_speculative_tokens is 4 but there are 3 heads: use at most 3" in errors["more"]
     assert "nowhere contains no headstart heads" in errors["nowhere"]
 
 

@@ -111,7 +111,7 @@ def run(command: list[str], cwd: Path, **changes: str | None) -> str:
 
 @contextmanager
 def running(command: list[str], cwd: Path, **changes: str | None) -> Iterator[Popen | Run]:
-    """A run in a process group of its own, of which nothing is left afterwards."""
+    """A run in a separate process group, of which nothing is left afterwards."""
     process = _fork(command, cwd, changes) or subprocess.Popen(
         command, cwd=cwd, env=environment(**changes), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         start_new_session=True,

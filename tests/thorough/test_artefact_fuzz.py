@@ -34,7 +34,7 @@ def mutate(folder: Path, draw: random.Random) -> str:
     match draw.choice(("value", "value", "value", "byte", "cut", "missing")):
         case "value":
             value = draw.choice(HOSTILE)
-            begin = 8 if path.suffix == ".safetensors" else 0  # behind the length of the header
+            begin = 8 if path.suffix == ".safetensors" else 0  # after the length of the header
             end = begin + int.from_bytes(content[:8], "little") if begin else len(content)
             known = json.loads(content[begin:end])
             node = draw.choice([known, *(held for held in known.values() if isinstance(held, dict) and held)])

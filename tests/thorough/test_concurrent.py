@@ -36,7 +36,7 @@ def threads_switch_often() -> Iterator[None]:
 
 
 def models(static: str | None = None) -> tuple[CausalLM, CausalLM]:
-    """A target of its own for each test, and a draft: other tests' threads share no hooks with these."""
+    """A separate target for each test, and a draft: other tests' threads share no hooks with these."""
     return CausalLM(tiny_model(), static=static), CausalLM(tiny_model(seed=1), static=static)
 
 

@@ -167,8 +167,8 @@ def test_a_sampled_race_writes_the_text_of_its_seed_and_its_label(models: Models
         ({"prompt": "a" * (LONGEST_PROMPT + 1)}, f"the prompt has {LONGEST_PROMPT + 1} characters"),
         ({"drafter": "owl"}, "no drafter is called 'owl': choose one of lookup, tree, twin"),
         ({"temperature": -1}, "temperature is -1"),
-        ({"temperature": "warm"}, "temperature is warm: give a number"),
-        ({"max_new_tokens": 0}, f"max new tokens is 0: give a whole number from 1 to {MOST_NEW_TOKENS}"),
+        ({"temperature": "warm"}, "temperature is warm: enter a number"),
+        ({"max_new_tokens": 0}, f"max new tokens is 0: enter a whole number from 1 to {MOST_NEW_TOKENS}"),
         ({"seed": 1.5}, "seed is 1.5"),
         ({"depth": 0}, "depth is 0"),
         ({"rule": "typical"}, "the typical acceptance rule needs a temperature above 0; it is 0"),
@@ -257,7 +257,7 @@ def test_a_bad_entry_is_a_notice_and_loses_nothing(answers: Any) -> None:
     list(visit.run())
     race = visit.race
     (frame,) = visit.run(FORM._replace(prompt="<i>", temperature="<b>"))
-    assert "Temperature is &lt;b&gt;: give a number." in frame["notice"] and visit.race is race
+    assert "Temperature is &lt;b&gt;: enter a number." in frame["notice"] and visit.race is race
 
 
 def test_text_is_marked_by_its_origin_and_escaped() -> None:

@@ -274,16 +274,16 @@ def test_a_server_that_tells_only_the_number_of_tokens_is_compared_by_it(desk: D
 
 def test_an_export_of_another_kind_is_refused_before_anything_is_compared(desk: Desk, tmp_path: Path) -> None:
     MedusaHeads(MedusaConfig(16, 128)).save_pretrained(tmp_path / "heads")
-    with pytest.raises(ValueError, match=r"contains a model, but heads:.* of kind heads: give"):
+    with pytest.raises(ValueError, match=r"contains a model, but heads:.* of kind heads: use"):
         diagnosed(desk, speculator=f"heads:{tmp_path / 'heads'}", target="/nowhere/at/all")
-    with pytest.raises(ValueError, match=r"heads contains heads, but draft:.* of kind draft: give the folder"):
+    with pytest.raises(ValueError, match=r"heads contains heads, but draft:.* of kind draft: use the folder"):
         diagnosed(desk, exported=tmp_path / "heads", target="/nowhere/at/all")
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"endpoint": "http://127.0.0.1:1/v1"}, "give it as --model"),
+        ({"endpoint": "http://127.0.0.1:1/v1"}, "pass it as --model"),
         ({"model": "tiny"}, "--model tiny needs an --endpoint"),
         ({"exported": Path("nowhere")}, "a server cannot load nowhere"),
         ({"speculator": "lookup"}, "does not have trained weights"),
@@ -484,7 +484,7 @@ def test_a_folder_of_another_kind_is_refused_before_anything_is_compared(
         ({"exported": trained_desk.folder / "target"}, f"target contains a model, but dspark:{final} is of kind"),
         (
             {"speculator": f"draft:{final}"},
-            f"final contains a DSpark draft, but draft:.* give .* call it dspark:{final}",
+            f"final contains a DSpark draft, but draft:.* use .* call it dspark:{final}",
         ),
         (
             {"speculator": f"dspark:{trained_desk.folder / 'target'}"},

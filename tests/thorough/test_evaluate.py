@@ -87,7 +87,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(tiny_llama: Cau
         evaluate(tiny_llama, [], [*PROMPTS, (1,) * 90], EvaluationConfig(max_new_tokens=12))
     with pytest.raises(ValueError, match="setting is 'beam'"):
         EvaluationConfig(settings=("beam",))
-    with pytest.raises(ValueError, match=r"temperatures are 0: give numbers above 0 \(0 is the setting greedy\)"):
+    with pytest.raises(ValueError, match=r"temperatures are 0: use numbers above 0 \(0 is the setting greedy\)"):
         EvaluationConfig(temperatures=(0.0,))
 
 

@@ -78,7 +78,7 @@ def test_a_finished_evaluation_decodes_nothing_again_and_another_one_needs_resta
         assert evaluate(desk, tmp_path, "--limit", "3")[0] == 0
         assert json.loads((tmp_path / "report.json").read_text())["rows"] == report["rows"]
         code, said = evaluate(desk, tmp_path, "--limit", "4")
-    assert code == 2 and "contains runs with limit 3, not 4: give another --output, or --restart to" in said
+    assert code == 2 and "contains runs with limit 3, not 4: use another --output, or --restart to" in said
     assert evaluate(desk, tmp_path, "--limit", "4", "--restart")[0] == 0
     assert json.loads((tmp_path / "report.json").read_text())["questions"] == 4
 

@@ -45,7 +45,7 @@ def end_of(act: str, *words: str, **options: object) -> subprocess.CompletedProc
     [
         ("print('done')", ExitCode.DONE, ""),
         ("raise typer.Exit(1)", ExitCode.FAILED, ""),
-        ("raise UserError('depth is 0', 'give 1')", ExitCode.BAD_INPUT, "error: depth is 0: give 1\n"),
+        ("raise UserError('depth is 0', 'use 1')", ExitCode.BAD_INPUT, "error: depth is 0: use 1\n"),
         ("os.kill(os.getpid(), signal.SIGINT); signal.pause()", ExitCode.STOPPED, "stopped by Ctrl-C\n"),
     ],
 )

@@ -38,7 +38,7 @@ def test_auto_is_graphs_on_a_gpu_and_off_elsewhere() -> None:
     spread = on_gpu()
     spread.hf_device_map = {"model": 0, "lm_head": 1}
     assert static_of("auto", spread) is None
-    with pytest.raises(ValueError, match="static is 'fast': give one of auto, off, eager, graphs"):
+    with pytest.raises(ValueError, match="static is 'fast': use one of auto, off, eager, graphs"):
         static_of("fast", model)
     with pytest.raises(ValueError, match="graphs, which need a CUDA device, not cpu"):
         HeadstartModel(model, None, static="graphs")
@@ -89,7 +89,7 @@ def test_no_cache_grows_in_the_life_of_a_text(
 
 
 def test_padding_without_room_goes_to_a_position_that_is_nobodys(tiny_llama: CausalLM) -> None:
-    """A row at the end of the buffers beside one that appends a long block."""
+    """A row at the end of the buffers next to one that appends a long block."""
     for capacity in (9, 64):
         cache = tiny_llama.new_cache(capacity, 2)
         tiny_llama.prefill([[3, 1, 4, 1, 5, 9, 2], [6]], cache)

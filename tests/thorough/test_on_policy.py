@@ -119,7 +119,7 @@ def test_texts_are_written_for_several_steps_by_the_draft_as_it_is_at_the_first(
 
 
 class Distilling:
-    """A tiny draft that learns from a tiny target by a policy, four rows a step; each run has objects of its own."""
+    """A tiny draft that learns from a tiny target by a policy, four rows a step; each run has separate objects."""
 
     def __init__(self, folder: Path, **policy: Any) -> None:
         self._folder, self._policy = folder, policy_of(**{**MIXED, "max_new_tokens": 8, **policy})
@@ -188,7 +188,7 @@ def test_a_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(
 
 @cache
 def plain(place: int) -> tuple[int, ...]:
-    """The target's own twelve tokens behind a prompt, greedily."""
+    """The target's own twelve tokens after a prompt, greedily."""
     return naive_greedy(target().model, PROMPTS[place], 12)
 
 

@@ -143,7 +143,7 @@ def test_without_a_gain_generate_decodes_plainly_and_a_plan_that_fits_badly_is_n
     [
         ({"format": "other"}, "is not a plan of this version"),
         ({"cells": None}, "lacks cells"),
-        ({"dtype": "bfloat16"}, "was made in bfloat16, and costs differ in float32"),
+        ({"dtype": "bfloat16"}, "was made in bfloat16, but costs differ in float32"),
         ({"fingerprints": {"target": "feed", "drafters": {}}}, "was made with weights feed, but target has"),
     ],
 )

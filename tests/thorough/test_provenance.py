@@ -1,4 +1,4 @@
-"""What is written beside the weights: enough to know where they come from, and nothing secret."""
+"""What is written next to the weights: enough to know where they come from, and nothing secret."""
 
 import hashlib
 import io
@@ -193,7 +193,7 @@ def test_checkpoints_that_cannot_be_trusted_are_refused(ran: Callable[[str], Pat
     content = (tmp_path / "copy" / "run" / "checkpoints" / "step-00000002" / "state.json").read_text()
     shutil.copytree(tmp_path / "copy" / "run" / "checkpoints" / "step-00000002", run)
     refused = {
-        "SHA256SUMS": ("", r"cannot be read \(.* is not listed in SHA256SUMS\): give another"),
+        "SHA256SUMS": ("", r"cannot be read \(.* is not listed in SHA256SUMS\): use another"),
         "state.json": (content.replace('"step": 2', '"step": 3'), "state.json is damaged"),
     }
     for name, (changed, complaint) in refused.items():
@@ -235,7 +235,7 @@ def train(folder: Path, dtype: str = "fp32", keep: str = "last", tracking: str =
 
 
 def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process ends when it is about to do the step behind this one, as a kill would have it."""
+    """The process ends when it is about to do the step after this one, as a kill would have it."""
     whole = loop._step
 
     def stopped(*args: Any) -> Any:

@@ -47,7 +47,7 @@ def check_token_is_in_headers_only(hub: FakeHub) -> None:
 def test_a_push_delivers_every_byte_to_a_private_repository_and_keeps_the_token_quiet(
     hub: FakeHub, folder: Path
 ) -> None:
-    """In a process of its own, with every logger at its most talkative, so that all it prints can be searched."""
+    """In a separate process, with every logger at its most talkative, so that all it prints can be searched."""
     program = (
         "import logging, sys; logging.basicConfig(level=1)\n"
         "from trainer.export.upload import push\n"
@@ -105,7 +105,7 @@ def test_a_branch_is_made_and_a_pull_request_leaves_main(hub: FakeHub, folder: P
     assert third.address == f"{hub.address}/{REPOSITORY}/discussions/1"
     sent = next(request for request in hub.requests if "/commit/v2%2Fwide" in request.path)
     assert json.loads(sent.body.splitlines()[0])["value"]["summary"] == "Wider heads"
-    with pytest.raises(ValueError, match="a pull request goes to main, but revision is 'v2': give only one"):
+    with pytest.raises(ValueError, match="a pull request goes to main, but revision is 'v2': use only one"):
         push(folder, REPOSITORY, pull_request=True, revision="v2")
 
 
@@ -152,7 +152,7 @@ def test_only_a_whole_export_is_pushed_to_a_repository_by_somebody_with_a_token(
     hub: FakeHub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("heads", "a/b/c", "zoe/", "zoe/with blank", ""):
-        with pytest.raises(ValueError, match="give ORG/NAME"):
+        with pytest.raises(ValueError, match="write ORG/NAME"):
             push(folder, name)
     with monkeypatch.context() as patched:
         patched.setattr("trainer.export.upload.get_token", lambda: None)
@@ -169,7 +169,7 @@ def test_only_a_whole_export_is_pushed_to_a_repository_by_somebody_with_a_token(
     assert hub.requests == []
 
 
-# --- what lies beside the weights -------------------------------------------------------------------------------------
+# --- what lies next to the weights ------------------------------------------------------------------------------------
 
 
 def test_an_export_carries_its_provenance_and_what_was_given_without_paths_and_secrets(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def final_of(output: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_stale_draft_fits_its_tuned_target_again(straight: Straight) -> None:
-    """Nothing that it drafts is right before and all of it after: 11 tokens behind the first, in three passes.
+    """Nothing that it drafts is right before and all of it after: 11 tokens after the first, in three passes.
 
     What is reported is what the loop measures, on two prompts, which are too few for an interval.
     """
@@ -201,7 +201,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_generated(workshop
     assert "max_new_tokens is 90, but with 64 tokens of prompt" in refused(options(workshop, max_new_tokens=90))
     assert "training.steps: Input should be greater than" in refused(options(workshop, steps=0))
     again = options(workshop, draft=str(workshop / "run" / "final"))
-    assert "give another output" in refused(again)
+    assert "use another output" in refused(again)
     tiny_dspark(CausalLM(counting_model()), vocab_size=15, mask_token_id=3).save_pretrained(workshop / "dspark")
     assert "whose vocab_size is 15, not 16" in refused(options(workshop, draft=str(workshop / "dspark")))
     dspark = [*options(workshop).overrides, "draft.dspark.block_size=3"]
@@ -209,7 +209,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_generated(workshop
 
 
 def test_a_dspark_draft_is_realigned_too(workshop: Path) -> None:
-    """A random one of three tokens a forward: nothing that it drafts is right before, and all of it after."""
+    """A random one of three tokens a forward pass: nothing that it drafts is right before, and all of it after."""
     dspark = tiny_dspark(CausalLM(counting_model()), tokens=3, mask_token_id=3)
     dspark.save_pretrained(workshop / "dspark")
     report = run(options(workshop, draft=str(workshop / "dspark"), steps=40))

@@ -244,7 +244,7 @@ def test_records_of_other_settings_are_refused_by_the_first_difference(tmp_path:
     records.add({"cost_curve": {"1": 0.5}})
     records.close()
     check_identity(tmp_path, {"max_new_tokens": 6, "option that is off": False})
-    with pytest.raises(ValueError, match="contains runs with max_new_tokens 6, not 8: give another --output"):
+    with pytest.raises(ValueError, match="contains runs with max_new_tokens 6, not 8: use another --output"):
         check_identity(tmp_path, {"max_new_tokens": 8})
 
 

@@ -64,7 +64,7 @@ class _Evil:
 
 
 def write_attacker(folder: Path, marker: Path) -> None:
-    """A model and a tokenizer with classes of their own, which leave a mark when they are made."""
+    """A model and a tokenizer with their own classes, which leave a mark when they are made."""
     names = {"MyConfig": "LlamaConfig", "MyTokenizer": "PreTrainedTokenizerFast"}
     code = "".join(CLASS.format(name=name, base=base, marker=str(marker)) for name, base in names.items())
     code += "class MyModel(LlamaForCausalLM):\n    config_class = MyConfig\n"

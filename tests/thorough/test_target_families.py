@@ -150,7 +150,7 @@ def test_a_recurrent_model_is_no_draft_neither_trained_nor_decoding() -> None:
     with pytest.raises(ValueError, match=r"^qwen3_next keeps a recurrent state.*draft\.init\.from_model"):
         distill(model)
     engine = Engine(CausalLM(tiny_model()), DraftModelDrafter(CausalLM(model)))
-    with pytest.raises(ValueError, match=r"^qwen3_next keeps a recurrent state.*cannot draft: give a small model"):
+    with pytest.raises(ValueError, match=r"^qwen3_next keeps a recurrent state.*cannot draft: use a small model"):
         engine.decode([3], DecodingConfig(4))
 
 
@@ -163,7 +163,7 @@ def test_a_family_that_verifies_no_draft_is_refused_where_one_is_given_and_says_
 def test_trees_and_static_shapes_are_refused_on_a_recurrent_target_and_drafts_of_a_tree_draft_its_chain() -> None:
     target = CausalLM(family_model("lfm2"))
     tree = DraftTreeDrafter(CausalLM(tiny_model()), 2, 2, 6)
-    with pytest.raises(ValueError, match=r"^lfm2 has conv layers.*draft tree drafts trees: give a lfm2 model heads"):
+    with pytest.raises(ValueError, match=r"^lfm2 has conv layers.*draft tree drafts trees: for lfm2 use heads"):
         Engine(target, tree).decode([3], DecodingConfig(4))
     with pytest.raises(ValueError, match=r"^lfm2 has conv layers.*cannot have fixed shapes: leave static out"):
         target.with_static("eager")

@@ -1,4 +1,4 @@
-"""A step costs Python as much after a long text as after a short one: nothing copies or reads the text anew.
+"""A step costs Python as much after a long text as after a short one: nothing copies or reads the text again.
 
 `tracemalloc` sees the eight bytes of each copied token, and no tensors.
 """

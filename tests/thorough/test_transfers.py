@@ -109,7 +109,7 @@ def draft(device: torch.device, seed: int = 1) -> CausalLM:
 
 
 def transfers(device: torch.device, name: str, temperature: float, rule: str | None = None) -> int:
-    """The most of a batch's first steps behind the prefill and the prompts' first pass through a draft."""
+    """The most of a batch's first steps after the prefill and the prompts' first pass through a draft."""
     target = CausalLM(moved(tiny_model("llama"), device))  # type: ignore[arg-type]
     config = DecodingConfig(24, SamplingConfig(temperature), None if rule is None else RULES[rule])
     rows = len(PROMPTS)

@@ -128,7 +128,7 @@ def test_a_right_server_passes_and_one_of_another_temperature_fails_with_code_on
     ("words", "sentence"),
     [
         (["verify", "--target", "t", "--prompts", "p", "--model", "m"], "--model m needs an --endpoint"),
-        (["verify", "--target", "t", "--prompts", "p", "--endpoint", "http://x/v1"], "give it as --model"),
+        (["verify", "--target", "t", "--prompts", "p", "--endpoint", "http://x/v1"], "pass it as --model"),
         (
             ["verify", "--target", "t", "--prompts", "p", "--endpoint", "http://x", "--model", "m", "--rule", "token"],
             "--drafter and --rule do nothing",

@@ -1,4 +1,4 @@
-"""The commands `headstart generate`, which streams one text, and `headstart chat`, which holds one conversation."""
+"""The commands `headstart generate`, which streams one text, and `headstart chat`, which runs one conversation."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -58,13 +58,13 @@ class Decoder:
             say(console, legend())
 
     def show(self, steps: Iterable[Step], console: Console, tally: Tally) -> None:
-        """Show the text of each step at once, and count the steps in the tally."""
+        """Show the text of each step immediately, and count the steps in the tally."""
         coloured = self.engine.drafter is not None
         show_steps(console, tally.watch(steps), self.tokenizer, self.config.eos_token_ids, coloured)
 
 
 def read_decoder(options: DecodingOptions) -> Decoder:
-    """Load the target and the given drafter, or else the plan's drafter."""
+    """Load the target, and the drafter from the options or the plan."""
     given = [] if options.drafter is None else [options.drafter]
     drafters = asked_or_planned(given, options.plan, options, (options.temperature,), (1,), standard_error())
     with waiting(f"loading {options.target}"):
@@ -120,11 +120,11 @@ class Chat:
     left: bool = False
 
     def begin(self) -> None:
-        """Check system message, rule and drafter before the first question with a greeting that gets no answer."""
+        """Check system message, rule and drafter before the first question, with a greeting that is not answered."""
         prompt = self.conversation.encode("Hello")
         self.decoder.engine.steps(prompt, replace(self.decoder.config, max_new_tokens=1))
         if self.decoder.tokenizer.chat_template is None:
-            say(self.notes, "note: the target lacks a chat template, so it continues the messages joined by newlines")
+            say(self.notes, "note: the target has no chat template, so it continues the messages, joined by newlines")
 
     def talk(self) -> None:
         """Answer typed lines until Ctrl-D or /exit; Ctrl-C at the prompt clears the line."""
@@ -142,14 +142,17 @@ class Chat:
                 say_error(self.notes, str(error))
 
     def _typed(self) -> str:
-        """Return a typed line. Redirected output gets only the answers; the prompt then goes to the notes."""
+        """Return a typed line.
+
+        If output is redirected, it receives only the answers, and the prompt goes to the notes.
+        """
         if sys.stdout.isatty():
             return input("> ")
         self.notes.print("> ", end="")
         return input("")
 
     def answer_lines(self, lines: Iterable[str]) -> bool:
-        """Answer each line that is not blank, with an empty line between; return False if Ctrl-C stopped an answer."""
+        """Answer each line that is not blank, with empty lines between answers; return False if Ctrl-C stopped one."""
         answered = False
         for line in lines:
             is_question = bool(line.strip()) and not line.startswith("/")
@@ -169,7 +172,7 @@ class Chat:
             self._answer(line)
 
     def _obey(self, command: str) -> None:
-        """Run a command; UserError if it is unknown."""
+        """Run a command; raise UserError if it is unknown."""
         if command == "/help":
             say(self.notes, *COMMANDS.splitlines())
         elif command == "/reset":

@@ -14,7 +14,7 @@ class DiagnoseOptions(shared.ModelOptions):
     """Options of `headstart diagnose`."""
 
     speculator: Annotated[
-        str, Argument(help="heads:PATH, draft:PATH,tokens=4 or dspark:PATH; or the folder of a run or of an export.")
+        str, Argument(help="heads:PATH, draft:PATH,tokens=4 or dspark:PATH; or the folder of a run or an export.")
     ]
     prompts: Annotated[str, Option(metavar="FILE", help=f"{shared.PROMPTS_HELP}; preferably held out.")]
     exported: Annotated[
@@ -78,7 +78,7 @@ class DoctorOptions:
         list[str] | None,
         Option(
             metavar=shared.SPEC,
-            help=f"Drafter to check with the target; a DSpark draft also alone; repeatable; {shared.DRAFTERS}.",
+            help=f"Drafter to check with the target (a DSpark draft also without one); repeatable; {shared.DRAFTERS}.",
         ),
     ] = None
     dtype: Annotated[

@@ -1,4 +1,4 @@
-"""The command `headstart compare`: print the paired differences of two evaluations or methods."""
+"""The command `headstart compare`: prints the paired differences between two evaluations or methods."""
 
 from rich.console import Console
 from rich.table import Table

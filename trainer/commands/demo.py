@@ -1,4 +1,4 @@
-"""The command `headstart demo`: load the models and serve the web demo."""
+"""The command `headstart demo`: loads the models and serves the web demo."""
 
 import socket
 from pathlib import Path
@@ -18,7 +18,7 @@ from trainer.export.companions import trained_for
 from trainer.terminal.console import say, standard_error
 
 TRAINED = {"medusa1": "heads", "dspark": "dspark"}
-"""Folder in `RUNS` -> the drafter that `scripts/demo.py` trains there for the embedded target."""
+"""Folder in `RUNS` -> the drafter that `scripts/demo.py` trains in it for the embedded target."""
 RUNS = Path("runs/quickstart")
 TRAIN_THEM = "to train heads and drafts, run 'make demo' in a copy of the repository, then start the demo again"
 
@@ -56,7 +56,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> None:
 
 
 def imported_app() -> ModuleType:
-    """Return the page's module; UserError if Gradio is not installed."""
+    """Return the page's module; raise UserError if Gradio is not installed."""
     try:
         from trainer.demo import app
     except ModuleNotFoundError as error:
@@ -67,7 +67,10 @@ def imported_app() -> ModuleType:
 
 
 def asked_drafters(options: DemoOptions) -> tuple[list[str], list[str]]:
-    """Return the drafters to load and notes for the page; the default is lookup, plus those trained for quickstart."""
+    """Return the drafters to load and notes for the page.
+
+    The default is lookup and any drafters trained for quickstart.
+    """
     if options.drafter:
         return options.drafter, []
     if options.target != NAME:
@@ -85,5 +88,5 @@ def fits(artefact: Path) -> bool:
 
 
 def examples(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Return prompts to try: questions for a chat model, else beginnings of code."""
+    """Return prompts to try: questions for a chat model, and otherwise beginnings of code."""
     return QUESTIONS if tokenizer.chat_template is not None else CODE

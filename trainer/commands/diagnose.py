@@ -1,4 +1,4 @@
-"""The command `headstart diagnose`: find out why a speculator is good here but poor in a server."""
+"""The command `headstart diagnose`: finds out why a speculator works well here but poorly in a server."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -40,7 +40,7 @@ def run_diagnose(options: DiagnoseOptions, console: Console | None = None) -> bo
         content = {str(options.speculator): findings}
         write_findings(options.json, report(content, first=None if first is None else first.check))
     if options.json != PRINTED:
-        if first is not None:  # later ones may be consequences
+        if first is not None:  # later differences may be consequences
             say(console, Text(f"first difference: {first.check}", style="bold red"))
             say(console, f"  {one_line(first.found)}", f"  remedy: {one_line(first.remedy)}")
         say_findings(console, findings)
@@ -49,19 +49,19 @@ def run_diagnose(options: DiagnoseOptions, console: Console | None = None) -> bo
 
 
 def _check(options: DiagnoseOptions) -> SpeculatorName:
-    """Reject options that cannot be compared, before loading the target."""
-    if options.endpoint is not None or options.metrics is None:  # else --model chooses a model of the saved page
+    """Reject options that cannot be compared, before the target is loaded."""
+    if options.endpoint is not None or options.metrics is None:  # otherwise --model chooses a model of the saved page
         check_endpoint(options.endpoint, options.model)
     folder = options.exported
     if folder is not None and not (folder / "config.json").is_file():
-        raise UserError(f"a server cannot load {folder} (it lacks config.json)", "give an exported folder")
+        raise UserError(f"a server cannot load {folder} (it lacks config.json)", "use an exported folder")
     list(read_conversations(options.prompts, None, options.limit, 1, chat=True))
     named = named_speculator(options.speculator)
     for held in filter(None, (folder, named.folder)):
         if (kind := kind_of(held)) != named.kind:
             raise UserError(
                 f"{held} contains {_HELD[kind]}, but {options.speculator} is of kind {named.kind}",
-                f"give the folder of its export, or call it {kind}:{named.path}",
+                f"use the folder of its export, or call it {kind}:{named.path}",
             )
     return named
 
@@ -104,19 +104,19 @@ def _is_address(metrics: str) -> bool:
 
 
 def _reader(metrics: str) -> Callable[[], str]:
-    """Return a function that reads a metrics page from a file or an address; UserError if it cannot be read."""
+    """Return a function that reads a metrics page from a file or an address. It raises UserError if that fails."""
 
     def read() -> str:
         if not _is_address(metrics):
             if not Path(metrics).is_file():
-                raise UserError(f"--metrics {metrics} is neither a file nor an address", "give one")
+                raise UserError(f"--metrics {metrics} is neither a file nor an address", "name one of them")
             return Path(metrics).read_text(encoding="utf-8", errors="replace")
         try:
             with urlopen(metrics, timeout=_PAGE_SECONDS) as page:
                 return str(page.read().decode("utf-8", errors="replace"))
         except (HTTPException, OSError, ValueError) as error:
-            # The text of an HTTPException repeats parts of the address, and those may contain a password.
+            # The text of an HTTPException repeats parts of the address, which may contain a password.
             told = type(error).__name__ if isinstance(error, HTTPException) else one_line(error)
-            raise UserError(f"--metrics cannot be read ({told})", "give the address of a metrics page") from None
+            raise UserError(f"--metrics cannot be read ({told})", "use the address of a metrics page") from None
 
     return read

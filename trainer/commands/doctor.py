@@ -1,4 +1,4 @@
-"""The command `headstart doctor`: check the machine, installed packages, target and drafters."""
+"""The command `headstart doctor`: checks the machine, installed packages, target and drafters."""
 
 import os
 import shlex
@@ -19,7 +19,7 @@ OF_ANY: Sequence[str] = ("medusa1", "draft")
 
 
 def run_doctor(options: DoctorOptions, console: Console | None = None) -> bool:
-    """Check and print the findings; return False if there is a problem. UserError for unreadable names.
+    """Check and print the findings; return False if there is a problem. Raises UserError for names that cannot be read.
 
     transformers takes longest to import, so it is imported only if there is a target to check.
     """

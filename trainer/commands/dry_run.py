@@ -1,4 +1,4 @@
-"""`headstart train RECIPE --dry-run`: measure a few steps, predict the run's needs, write an untrained artefact."""
+"""`headstart train RECIPE --dry-run`: measures a few steps, predicts the run's needs, writes an untrained artefact."""
 
 import resource
 import shutil
@@ -66,7 +66,7 @@ class _BegunAt(Checkpoints):
 
 
 class _Times(NamedTuple):
-    """Seconds of one step, of the target's forward in it, and of one phase that writes texts during training."""
+    """Seconds of one step, of the target's pass in it, and of one phase that writes texts during training."""
 
     step: float
     target: float
@@ -78,8 +78,8 @@ class _Times(NamedTuple):
 def dry_run(recipe: AnyRecipe, console: Console | None = None) -> None:
     """Print a row as trained and a run's parameters, memory, disk and time; write an untrained artefact.
 
-    The last steps of the recipe cost the most, so those are measured, under the launcher that started this program.
-    Nothing else remains on disk. UserError for any recipe that training rejects.
+    The last steps of the recipe cost the most, so they are measured, under the launcher that started this program.
+    Nothing but the artefact remains on disk. Raises UserError for any recipe that training rejects.
     """
     console = console or standard_output()
     agreed(lambda: check_folders(recipe))
@@ -116,7 +116,7 @@ def _write_artefact(recipe: AnyRecipe, job: Job, accelerator: Accelerator, scrat
     format = {HEADS: "headstart", DRAFT: "draft", DSPARK: "dspark"}[kind_held_in(made)]
     try:
         say(console, str(export(made, folder, format, prompts=NO_PROMPTS)))
-    except UserError as error:  # some drafts fit no format
+    except UserError as error:  # some drafts do not fit any format
         say(console, f"the untrained artefact was not written as {format}: {error}")
 
 
@@ -148,7 +148,7 @@ def _times(job: Job, accelerator: Accelerator, process: Process) -> _Times:
 
 
 def _peak_memory(accelerator: Accelerator) -> int:
-    """Return the peak memory of any process in bytes: on its GPU if it has one, else of the whole process."""
+    """Return the peak memory of any process in bytes: on its GPU if it has one, and otherwise of the whole process."""
     if accelerator.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated()
     else:
@@ -171,7 +171,7 @@ def _table(recipe: AnyRecipe, job: Job, parameters: Mapping[str, int], times: _T
     share = sequences / len(examples)
     evaluations = (section.steps - 1) // recipe.evaluation.every + 1 if job.target and recipe.evaluation.prompts else 0
     seconds = {"a step": (times.step, section.steps), "writing texts": (times.writing, times.writings)}
-    if recipe.store is not None:  # unlike in the measured steps, the target will run only once per sequence
+    if recipe.store is not None:  # the target will run only once per sequence, unlike in the measured steps
         seconds["a step"] = times.step - times.target, section.steps
         seconds[f"writing {recipe.store[1]}"] = times.target * len(examples) / section.batch_size, 1
     seconds["an evaluation (untrained weights)"] = evaluation, evaluations
@@ -181,7 +181,7 @@ def _table(recipe: AnyRecipe, job: Job, parameters: Mapping[str, int], times: _T
     many = f"{section.steps:,} x {section.batch_size} = {sequences:,}, {share:.2f} times all rows"
     rows += [("data", "sequences", many), ("data", "tokens trained", f"about {share * tokens:,.0f}")]
     best = ", and the best weights of each" * (recipe.evaluation.keep == "best")
-    name = f"{recipe.checkpoint.keep + 1} checkpoints, one of them being written{best}"
+    name = f"{recipe.checkpoint.keep + 1} checkpoints, one of them in progress{best}"
     rows.append(("disk", name, _size(checkpoint_bytes(recipe, trained))))
     rows.append(("disk", "free now", _size(free)))
     rows += [("time", part, f"{each:.2f} s x {count:,}") for part, (each, count) in seconds.items() if count]

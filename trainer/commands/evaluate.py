@@ -44,20 +44,21 @@ _PUBLISHED = (
     *("dtype", "batch_invariant", "trust_remote_code", "prompt_field", "limit", "task", "max_new_tokens", "rounds"),
     "chat_template_kwargs",
 )
-"""Options that the report shows unchanged; it shows the others as names, fingerprints or under ``asked``."""
+"""Options that the report shows unchanged; others appear as names, as fingerprints or under ``asked``."""
 
 
 def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> Report | None:
     """Measure, print the table, write report.json and report.html; return the report.
 
-    Several processes each decode a share. The first one writes and returns the report; the others return None.
+    If there are several processes, each decodes a share. The first one writes and returns the report; the others return
+    None.
     """
     watched, console = console or standard_error(), console or standard_output()
     for name in ("model", "baseline_endpoint", "concurrency"):
         if getattr(options, name) != getattr(EvaluateOptions, name):
             raise UserError(f"--{name.replace('_', '-')} does nothing without --endpoint", "omit it")
     if not options.target:
-        raise UserError("there is nothing to evaluate", "give --target to decode in this process, or --endpoint")
+        raise UserError("there is nothing to evaluate", "use --target to decode in this process, or --endpoint")
     accelerator = join_processes()
     rank, world = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
     logging.set_verbosity_error()  # assisted `generate` warns about its draft length
@@ -73,7 +74,7 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> Re
         report = replace(
             found,
             **about,
-            **{name: known[-1][name] for name in ("hardware", "versions", "commit")},  # this machine may be another
+            **{name: known[-1][name] for name in ("hardware", "versions", "commit")},  # this may be another machine
             commits=tuple(sorted({each["commit"] for each in known})),
             processors=tuple(sorted({each["hardware"]["processor"] for each in known})),
             processes=world,
@@ -111,7 +112,7 @@ def _prepared(
     chosen = chosen_questions(every, options, process)
     models = load_models(options, drafters)
     config = replace(config, eos_token_ids=eos_token_ids(models.target.model, models.tokenizer))
-    # Prompts of a given length ask only the first turn: room for earlier answers cannot be known in advance.
+    # With prompts of a given length only first turns are asked, because the length of earlier answers is not known.
     asker = Asker(chosen, models.tokenizer, all_turns=config.contexts == (None,), filler=every)
     asker = _fitting(asker, config, models)
     _check_filled(asker, config, options.prompts)
@@ -153,7 +154,7 @@ def _measured(
 
 
 def chosen_questions(every: Sequence[Question], options: EvaluateOptions, process: Process) -> list[Question]:
-    """Return the questions to ask; UserError for a task that is not in the file."""
+    """Return the questions to ask; raise UserError for a task that is not in the file."""
     of_tasks = every
     if options.task is not None:
         known = sorted({question.task for question in every if question.task is not None})
@@ -167,7 +168,7 @@ def chosen_questions(every: Sequence[Question], options: EvaluateOptions, proces
 
 
 def _fitting(asker: Asker, config: EvaluationConfig, models: LoadedModels) -> Asker:
-    """Drop questions that do not fit target and drafters with their new tokens; UserError if none is left."""
+    """Drop questions that, with their new tokens, exceed target or drafters; raise UserError if none is left."""
     limits = [models.target.max_positions, *(drafter.max_positions for drafter in models.drafters.values())]
     longest = min((limit for limit in limits if limit is not None), default=None)
     if longest is None:
@@ -176,7 +177,7 @@ def _fitting(asker: Asker, config: EvaluationConfig, models: LoadedModels) -> As
     if too_far := [each for each in config.contexts if each is not None and each > room]:
         raise UserError(
             f"--context {min(too_far)} plus {config.max_new_tokens} new tokens exceeds the {longest} positions of "
-            f"target and drafters: give at most {room}"
+            f"target and drafters: use at most {room}"
         )
     if None not in config.contexts:
         return asker
@@ -195,13 +196,13 @@ def _check_filled(asker: Asker, config: EvaluationConfig, prompts: str) -> None:
         if (largest := max(len(wave.questions) for wave in waves_of(asker.tasks, size))) < size:
             raise UserError(
                 f"--batch-size {size} needs as many questions of one task, but the largest task has {largest}: raise "
-                f"--limit, or give at most {largest}"
+                f"--limit, or use at most {largest}"
             )
     for context in (each for each in config.contexts if each is not None):
         lengths = [len(asker.prompt(index, context)) for index in range(len(asker.questions))]
         if (filled := int(median(lengths))) < _FILLED * context:
             raise UserError(
-                f"--context {context} needs more text than {prompts} has (prompts would have {filled} tokens): give at "
+                f"--context {context} needs more text than {prompts} has (prompts would have {filled} tokens): use at "
                 f"most {filled}, or a file with more text"
             )
 
@@ -247,7 +248,7 @@ def _account(options: EvaluateOptions, config: EvaluationConfig, models: LoadedM
 
 
 def _training(drafter: str) -> dict[str, Any] | None:
-    """Return how long a drafter of ours was trained, and on how many rows of which file; None for others."""
+    """Return how long one of our drafters was trained, and on how many rows of which file; None for other drafters."""
     stored = read_provenance(local_folder(drafter, weights=False))
     if stored is None:
         return None
@@ -262,7 +263,7 @@ def identity_of(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_records(options: EvaluateOptions, about: Mapping[str, Any]) -> None:
-    """Drop earlier runs if --restart is given; UserError if the folder contains runs with other settings."""
+    """Drop earlier runs if --restart is set; raise UserError if the folder contains runs with other settings."""
     if options.restart:
         for file in record_files(options.output):
             file.unlink()

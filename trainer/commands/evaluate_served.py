@@ -1,4 +1,4 @@
-"""`headstart evaluate --endpoint`: measure a server's speed-up at each concurrency from its streamed answers."""
+"""`headstart evaluate --endpoint`: measures a server's speed-up at each concurrency from its streamed answers."""
 
 import sys
 import time
@@ -56,7 +56,7 @@ class Cell(NamedTuple):
 def run_evaluate_served(
     options: EvaluateOptions, console: Console | None = None, clock: Callable[[], float] = time.perf_counter
 ) -> Report:
-    """Measure the endpoints alternately, print the table, write report.json and report.html; return the report."""
+    """Measure the endpoints alternately, print the table, write report.json and report.html, and return the report."""
     watched, console = console or standard_error(), console or standard_output()
     config = _checked(options)
     every = read_questions(options.prompts, options.prompt_field)
@@ -115,12 +115,12 @@ def _lines(options: EvaluateOptions) -> list[dict[str, Any]]:
 
 
 def _checked(options: EvaluateOptions) -> EvaluationConfig:
-    """Return the settings; UserError for options that contradict each other."""
+    """Return the settings; raise UserError for options that contradict each other."""
     check_endpoint(options.endpoint, options.model)
     if changed := [name for name in _OF_THIS_PROCESS if getattr(options, name) != getattr(EvaluateOptions, name)]:
         raise UserError(f"--{changed[0].replace('_', '-')} does nothing with --endpoint", "omit it")
     if "typical" in options.settings:
-        raise UserError("--settings typical does not work with --endpoint", "give greedy, sampling, or both")
+        raise UserError("--settings typical does not work with --endpoint", "use greedy, sampling, or both")
     if options.endpoint == options.baseline_endpoint:
         raise UserError("--baseline-endpoint is the same as --endpoint", "start a second server without speculation")
     return EvaluationConfig(
@@ -158,14 +158,14 @@ class _Session:
         self._server, self._options, self._questions = server, options, questions
         self._clock, self._on_answer = clock, on_answer
         self._uncached: bool | None = None
-        """True if the server accepts fields that stop it from reusing earlier requests' prefill; None: unknown."""
+        """True if the server accepts fields that forbid reuse of earlier requests' prefill; None if unknown."""
         self.model = model
 
     def lines(self, cell: Cell) -> list[dict[str, Any]]:
-        """Return a cell's record lines, the first with the server's counters; UserError if the model changes."""
+        """Return a cell's record lines, the first with the server's counters; raise UserError if the model changes."""
         bodies = [self._body(index, cell) for index in range(len(self._questions))]
         anew = {"cache_prompt": False, "cache_salt": f"{time.time_ns()}"}  # for llama.cpp; for vLLM and SGLang
-        if self._uncached is None:  # only for the first cell; this request also warms up the server
+        if self._uncached is None:  # asked only for the first cell; the request also warms up the server
             self._uncached = self._server.takes({**bodies[0], **anew}, self._clock)
         before = find_counts(self._server.metrics(), self._server.served.model)
         asked = [{**body, **(anew if self._uncached else {})} for body in bodies]

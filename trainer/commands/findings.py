@@ -1,4 +1,4 @@
-"""Findings of checking commands, printed or as JSON and JUnit XML; and the provenance of a command."""
+"""Findings of checking commands, as printed lines, JSON and JUnit XML; and the provenance of a command."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ def say_findings(console: Console, findings: Sequence[Finding]) -> None:
 
 
 def summary(findings: Sequence[Finding]) -> Text:
-    """Return a command's last line: PASS, or FAIL with the problems' names, and the number of notes and open checks."""
+    """Return a command's last line: PASS, or FAIL and names of problems; and the number of notes and open checks."""
     problems = [finding.check for finding in findings if finding.status == "problem"]
     others = ", ".join(
         f"{count} {status}" for status in ("note", "open") if (count := sum(f.status == status for f in findings))
@@ -57,7 +57,7 @@ def report(findings: Mapping[str, Sequence[Finding]], **more: Any) -> dict[str, 
 
 def write_findings(file: str, content: Any) -> None:
     """Write findings as JSON to a file, creating its folder, or print them; dataclasses become objects."""
-    from decoding.measure.results import as_json  # imports torch, which some commands do not need
+    from decoding.measure.results import as_json  # this imports torch, which some commands do not need
     from trainer.files.folders import write_text
 
     text = json.dumps(as_json(content), indent=2) + "\n"

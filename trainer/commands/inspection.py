@@ -1,4 +1,4 @@
-"""`headstart data inspect`: show rows with their trained tokens marked, and count the whole source."""
+"""`headstart data inspect`: shows rows with their trained tokens marked, and counts the whole source."""
 
 from collections.abc import Sequence
 from itertools import groupby, islice
@@ -58,7 +58,7 @@ def _task(options: InspectOptions) -> _Task:
         section, of_recipe = _section_of(options.source, overrides), ""
     target = options.target or of_recipe
     if not target:
-        raise UserError("the tokenizer is unknown", "give the target with --target, or a recipe")
+        raise UserError("the tokenizer is unknown", "name the target with --target, or name a recipe")
     if options.heldout:
         section = section.model_copy(update={"train": section.heldout, "split": section.heldout_split})
     tokenizer = load_tokenizer(target, options.trust_remote_code)
@@ -69,7 +69,7 @@ def _task(options: InspectOptions) -> _Task:
 def _section_of(source: str, overrides: Sequence[str]) -> DataSection:
     content = overridden({"data": {"train": source, "heldout": source}}, overrides)
     if others := content.keys() - {"data"}:
-        raise UserError(f"{source} is data, without a section {min(others)}", "override only data.key=value")
+        raise UserError(f"{source} is data, which has no section {min(others)}", "override only data.key=value")
     try:
         return DataSection.model_validate(content["data"])
     except ValidationError as error:
@@ -106,7 +106,7 @@ def marked_text(example: Example, tokenizer: PreTrainedTokenizerBase, colour: bo
         end += len(list(run))
         tokens = example.tokens[:end].tolist()
         whole = str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        piece = whole[len(before) :]  # what these tokens add to the text before them
+        piece = whole[len(before) :]  # the text that these tokens add to the text before them
         text.append(f"{_BEGIN}{piece}{_END}" if trained and not colour else piece, "green" if trained else None)
         before = whole
     return text

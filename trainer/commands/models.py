@@ -50,7 +50,7 @@ class LoadedModels(NamedTuple):
 
 
 def load_models(options: ModelOptions, drafters: Sequence[str]) -> LoadedModels:
-    """Load the target and the drafters; a wrong spec is reported before the target is loaded."""
+    """Load the target and the drafters; errors in specs are reported before the target is loaded."""
     specs = read_specs(drafters)
     target, trusted = read_target(options.target, options), options.trust_remote_code
     tokenizer = load_tokenizer(options.target, trusted)
@@ -68,12 +68,12 @@ def load_models(options: ModelOptions, drafters: Sequence[str]) -> LoadedModels:
 
 
 def published_specs(specs: Sequence[DrafterSpec]) -> list[str]:
-    """Return a distinct text for each spec; it shows the run's name or a publishable name instead of the path."""
+    """Return a distinct text for each spec, with the run's name or a publishable name instead of the path."""
     return _distinct([spec.renamed(_name_of) for spec in specs])
 
 
 def _name_of(path: str) -> str:
-    """Return the name of the run that made the weights; the folder's name is always final."""
+    """Return the name of the run that made the weights; the name of their folder is always "final"."""
     stored = read_provenance(Path(path))
     name = stored["recipe"].get("name") if stored else None
     return one_line(without_local_paths(name)) if name else published_name(path)
@@ -89,19 +89,19 @@ def _distinct(names: Sequence[str]) -> list[str]:
 
 
 def check_endpoint(endpoint: str | Sequence[str] | None, model: str | None) -> None:
-    """Raise UserError unless endpoint and model are both given or both missing, or if `openai` is not installed."""
+    """Raise UserError if only one of endpoint and model is set, or if `openai` is not installed."""
     if endpoint is None:
         if model is not None:
-            raise UserError(f"--model {model} needs an --endpoint", "give both options, or neither")
+            raise UserError(f"--model {model} needs an --endpoint", "use both options, or neither")
         return
     if model is None:
-        raise UserError("--endpoint needs the name of a model", "give it as --model")
+        raise UserError("--endpoint needs the name of a model", "pass it as --model")
     if importlib.util.find_spec("openai") is None:
         raise UserError("--endpoint needs the package openai", "pip install 'headstart[endpoint]'")
 
 
 def connect(endpoint: str, model: str) -> "ServedModel":
-    """Return a client of the server without sending anything yet; UserError for a malformed address."""
+    """Return a client of the server without sending anything; raise UserError for a malformed address."""
     from trainer.servers.client import ServedModel
     from trainer.servers.connection import Endpoint
 

@@ -1,7 +1,7 @@
 """Options of the commands: the only place for their names, types, defaults and help texts.
 
 `shared_options` has the options that several commands share; `check_options` has the checking commands. None of these
-modules imports PyTorch, which keeps ``--help`` fast.
+modules imports PyTorch, so ``--help`` is fast.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class EvaluateOptions(shared.ModelOptions):
         Option(
             metavar="NAME,...",
             parser=shared.names,
-            help="fixed: drafts of fixed size; adaptive: as `generate` drafts by default.",
+            help="fixed: drafts of fixed size; adaptive: drafts as in `generate` by default.",
             hidden=True,
         ),
     ] = ("fixed", "adaptive")
@@ -129,15 +129,14 @@ class PlanOptions(shared.ModelOptions):
     """Options of `headstart plan`."""
 
     prompts: Annotated[
-        str,
-        Option(metavar="FILE", help=f"{shared.QUESTIONS_HELP} Preferably held out, and like the prompts in later use."),
+        str, Option(metavar="FILE", help=f"{shared.QUESTIONS_HELP} Best held out and like the prompts in later use.")
     ]
     output: Annotated[Path, Option(metavar="FOLDER", help="Folder for plan.json.")]
     drafter: Annotated[
         list[str] | None,
         Option(
             metavar=shared.SPEC,
-            help=f"Drafter to plan with; repeatable; without it, predict what training brings; {shared.DRAFTERS}.",
+            help=f"Drafter to plan with; repeatable; without one, predict what training would gain; {shared.DRAFTERS}.",
         ),
     ] = None
     prompt_field: shared.PromptField = None
@@ -175,7 +174,7 @@ class ExportOptions:
     report: Annotated[Path | None, Option(metavar="FILE", help="report.json of these weights, for the card.")] = None
     plan: Annotated[
         Path | None,
-        Option(metavar="FILE", help="plan.json of these weights; gives the tree to store and the servers' depths."),
+        Option(metavar="FILE", help="plan.json of these weights, for the tree to store and the servers' draft depths."),
     ] = None
     target: Annotated[
         str | None, Option(metavar="MODEL", help=f"{shared.TARGET_HELP}; by default the target that the run recorded.")
@@ -261,7 +260,7 @@ class RegenerateOptions(shared.LoadingOptions):
     limit: Annotated[int | None, Option(min=1, help="Number of rows; by default all.")] = None
     n: Annotated[int, Option(min=1, help="Answers for each prompt.")] = 1
     temperature: Annotated[
-        float | None, Option(help="Sampling temperature; 0 is greedy; by default the model's own sampling.")
+        float | None, Option(help="Sampling temperature; 0 is greedy; by default the model's own setting.")
     ] = None
     top_p: Annotated[float | None, Option(help="Nucleus sampling; 1 switches it off.", hidden=True)] = None
     max_new_tokens: Annotated[
@@ -291,7 +290,7 @@ class RealignOptions:
         Path, Option(metavar="FOLDER", help="Folder of the run; it gets realigned.json and the draft in final/.")
     ]
     temperature: Annotated[
-        float, Option(help="Sampling temperature of the training answers, best as in later use; 0 is greedy.")
+        float, Option(help="Temperature of the training answers; use the one of later decoding; 0 is greedy.")
     ] = 0.0
     max_new_tokens: shared.MaxNewTokens = 256
     steps: Annotated[int, Option(min=1, help="Training steps.")] = 200

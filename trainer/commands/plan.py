@@ -1,4 +1,4 @@
-"""`headstart plan`: measure costs here, choose what to draft, or predict what a draft would bring."""
+"""`headstart plan`: measures costs here and chooses what to draft, or predicts what a draft would gain."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,7 +40,7 @@ from trainer.terminal.console import ProgressBar, say, standard_error, standard_
 
 
 def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, Any]:
-    """Measure, print the tables, write plan.json and return the plan. Without drafters the plan makes no choice."""
+    """Measure, print the tables, write plan.json and return the plan. Without drafters the plan does not choose."""
     watched, console = console or standard_error(), console or standard_output()
     specs = read_specs(options.drafter or ())
     tokenizer = load_tokenizer(options.target, options.trust_remote_code)
@@ -99,7 +99,7 @@ def untrained_drafters(
 ) -> tuple[dict[str, Drafter], dict[str, int], dict[str, str]]:
     """Return chain drafters by kind, their numbers of parameters, and the reasons for missing kinds.
 
-    Heads share the target's lm_head. A DSpark draft has a recipe's default layers. A small draft has one layer of the
+    Heads share the target's lm_head. A DSpark draft has a recipe's default layers. A small draft is one layer of the
     target.
     """
 
@@ -125,7 +125,7 @@ def untrained_drafters(
     for kind, make in makers.items():
         try:
             drafters[kind], parameters[kind] = make()
-        except UserError as error:  # this target cannot have such a draft
+        except UserError as error:  # such a draft is impossible for this target
             left_out[kind] = str(error)
     return drafters, parameters, left_out
 
@@ -145,15 +145,15 @@ def asked_or_planned(
     batch_sizes: Sequence[int],
     notes: Console,
 ) -> Sequence[str]:
-    """Return the specs of the ``given`` drafters, or else of the plan in ``path``; plain decoding needs none.
+    """Return the specs of the ``given`` drafters, or of the plan in ``path``; for plain decoding there are none.
 
     ``temperatures`` and ``batch_sizes`` belong to the texts to decode. Prints to ``notes`` why the plan may fit badly.
-    UserError if drafters and a plan are given, or if the plan has another target, drafter or dtype.
+    Raises UserError if both drafters and a plan are set, or if the plan has another target, drafter or dtype.
     """
     if path is None:
         return given
     if given:
-        raise UserError("--plan and --drafter are both given: omit one")
+        raise UserError("both --plan and --drafter are set: omit one")
     plan = read_plan(path)
     dtype = str(parse_dtype(options.dtype)).removeprefix("torch.")
     found = plan.check(options.target, dtype, options.trust_remote_code)

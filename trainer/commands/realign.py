@@ -1,8 +1,8 @@
-"""`headstart realign`: distil a stale draft on answers that its newly tuned target writes.
+"""`headstart realign`: distils a stale draft on answers that its newly tuned target writes.
 
-One folder contains everything, and the same command resumes there after a kill. Three files have the rows to
-learn from (prompts.jsonl), to choose the best weights by (choosing.jsonl) and to measure with (heldout.jsonl). Next to
-them are the answers to the first two, the training's files, realigned.json, and final/ with the draft.
+One folder contains everything; after a kill the same command resumes there. Three files contain rows: prompts.jsonl to
+learn from, choosing.jsonl to choose the best weights, and heldout.jsonl to measure. The folder also contains the
+answers to the first two files, the files of the training, realigned.json, and final/ with the draft.
 """
 
 import json
@@ -63,7 +63,7 @@ class HeldoutFigures(NamedTuple):
     heldout: int
     """Number of held-out prompts."""
     positions: int
-    """Longest text in tokens that target and draft can hold."""
+    """Longest text, in tokens, that both target and draft support."""
 
 
 def run_realign(options: RealignOptions, console: Console | None = None) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def run_realign(options: RealignOptions, console: Console | None = None) -> dict
     watched, console = console or standard_error(), console or standard_output()
     check_can_be_folder(options.output, "output")
     if Path(options.draft).resolve() == (options.output / FINAL).resolve():
-        raise UserError(f"{options.draft} was made here by an earlier run: give another output")
+        raise UserError(f"{options.draft} was made in this output by an earlier run: use another output")
     recipe = recipe_of(options)
     with hold(options.output):
         return _realign(options, recipe, console, watched)
@@ -127,7 +127,7 @@ def _questions(options: RealignOptions, recipe: DraftRecipe, name: str) -> Regen
         prompts=str(options.output / name),
         output=answers_to(options.output / name),
         target=options.target,
-        # Faster, and the answers stay the same.
+        # This is faster, and the answers stay the same.
         drafter=f"{_kind(recipe)}:{options.draft},tokens={recipe.draft.num_draft_tokens}",
         prompt_field=recipe.data.prompt_field,
         temperature=options.temperature,
@@ -152,7 +152,7 @@ def answers_to(prompts: Path) -> Path:
 def recipe_of(options: RealignOptions, positions: int = 1 << 30) -> DraftRecipe:
     """Return the recipe that trains the draft, with the options' overrides applied.
 
-    ``positions``: the longest text in tokens that target and draft can hold.
+    ``positions``: the longest text, in tokens, that both target and draft support.
     """
     every, folder = max(1, options.steps // 10), dspark_folder(options.draft)
     draft: dict[str, Any] = {"num_draft_tokens": options.draft_tokens}
@@ -220,13 +220,13 @@ def _measure(options: RealignOptions, recipe: DraftRecipe, name: str, console: C
             batch_size = recipe.training.batch_size
             found = acceptance(count_steps(target, drafter, prompts, sampled, batch_size, on_text=bar.advance))
         if not found.passes:
-            raise UserError(f"every text ended with its first token ({setting}): give prompts with longer answers")
+            raise UserError(f"every text ended with its first token ({setting}): use prompts with longer answers")
         figures[setting] = {name: figure_of(getattr(found, name)) for name in _NAMES}
     return HeldoutFigures(figures, len(prompts), positions)
 
 
 def _compared(columns: Mapping[str, Figures], title: str) -> Table:
-    """Return a table with a column for each draft, and its figures with 95% intervals."""
+    """Return a table with a column for each draft; figures have 95% intervals."""
     table = Table("setting", "figure", *columns, title=title)
     for setting, names in next(iter(columns.values())).items():
         for name in names:

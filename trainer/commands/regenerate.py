@@ -1,8 +1,8 @@
-"""`headstart regenerate`: the target answers prompts, as training data for heads or drafts.
+"""`headstart regenerate`: the target answers prompts, and the answers become training data for heads or drafts.
 
 Medusa-2 calls this self-distillation (2401.10774, section 2.3.2). It helps if the target's training data is unavailable
 or the target was tuned by reinforcement learning. Answers from elsewhere would teach another distribution. The target
-can write the prompts too (`trainer.data.self_written`).
+can also write the prompts (`trainer.data.self_written`).
 """
 
 from collections import Counter
@@ -57,7 +57,7 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
     begun = _watched_for_tools(read(unread), backend, watched)
     if asked.is_stream:
         total = options.limit and options.limit * options.n
-        first = next(begun)  # an unreadable stream fails before a file is created
+        first = next(begun)  # if a stream cannot be read, the run fails before it creates a file
         conversations: Iterator[OpenConversation] = chain([first], begun)
     else:  # check every row before answering the first
         total = sum(1 for _ in begun)
@@ -87,7 +87,10 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
 
 
 class _Prompts(NamedTuple):
-    """Prompts to answer. ``rows`` are those of a stream or of a list; None for a file. ``about`` describes them."""
+    """Prompts to answer.
+
+    ``rows`` are the rows of a stream or a list (None for a file). ``about`` describes the prompts.
+    """
 
     name: str
     field: str | None
@@ -117,7 +120,7 @@ def _self_written(
     writing: tuple[UserTurn, Backend] | None,
     watched: Console,
 ) -> _Prompts:
-    """Let the target write prompts, unless an earlier run has; return those that can be used."""
+    """Let the target write prompts, unless an earlier run did so; return the prompts that can be used."""
     assert writing is not None, "made by _backend"
     draws = PromptDraws(wanted, *writing, GROUP * options.batch_size)
     how = {**_controls(WRITING), "max_new_tokens": LONGEST, "seed": options.seed, "opening": writing[0].opening}
@@ -143,7 +146,7 @@ class _BadRows:
 def _watched_for_tools(
     conversations: Iterable[OpenConversation], backend: Backend, watched: Console
 ) -> Iterator[OpenConversation]:
-    """Yield the conversations; warn once if the template ignores their tools. A server's template is unknown."""
+    """Yield the conversations; warn once if the template ignores their tools. The template of a server is not known."""
     unwarned = backend.encoder
     for each in conversations:
         if each.tools and unwarned is not None and "tools" in unwarned.ignored(each.open_after(()), each.tools):
@@ -180,15 +183,15 @@ def _table(summary: Summary) -> Table:
 
 
 Backends = tuple[Backend, dict[str, Any], tuple[UserTurn, Backend] | None]
-"""A source of answers, the settings that determine them, and if the target writes prompts, how and where it does."""
+"""A source of answers and the settings that determine them; if the target writes prompts, also how and where."""
 
 
 def _backend(options: RegenerateOptions, wanted: SelfWritten | None) -> Backends:
-    """Return the requested backends; with an endpoint, only prompts to be written need a target, for its template."""
+    """Return the requested backends. With an endpoint, a target is needed only to write prompts, for its template."""
     if options.target is None if wanted else (options.target is None) == (options.endpoint is None):
         more = "; self-written prompts need --target in both cases, for its chat template" if wanted else ""
         raise UserError(
-            f"give one source of answers: --target to decode in this process, or --endpoint with --model{more}"
+            f"use one source of answers: --target to decode in this process, or --endpoint with --model{more}"
         )
     if wanted and options.prompt_field is not None:
         raise UserError("--prompt-field does nothing if the target writes the prompts: omit it")
@@ -228,9 +231,9 @@ def _backend(options: RegenerateOptions, wanted: SelfWritten | None) -> Backends
 
 
 def _fitting(sampling: SamplingConfig, options: RegenerateOptions) -> SamplingConfig:
-    """Return the sampling; UserError for several greedy answers, which would all be equal."""
+    """Return the sampling controls; raise UserError for several greedy answers, which would all be equal."""
     if options.n > 1 and sampling.greedy:
-        raise UserError(f"n is {options.n}, but at temperature 0 all answers are equal: give a temperature")
+        raise UserError(f"n is {options.n}, but at temperature 0 all answers are equal: use a temperature above 0")
     return sampling
 
 

@@ -49,18 +49,17 @@ Overrides = Annotated[list[str] | None, Argument(help="Values that replace the r
 
 TARGET_HELP = "Hub id or folder of the target"
 Target = Annotated[str, Option(metavar="MODEL", help=f"{TARGET_HELP}; 'quickstart' is the embedded one.")]
-DTYPE_HELP = "Type of the target's weights: bf16, fp16, fp32, or fast (bf16 if the device supports it, else fp32)."
+DTYPE_HELP = "Type of the target's weights: bf16, fp16, fp32, or fast (bf16 if the device supports it, otherwise fp32)."
 Dtype = Annotated[str, Option(metavar="TYPE", help=DTYPE_HELP, hidden=True)]
-Trusted = Annotated[bool, Option(help="Run code that a Hub model brings.", hidden=True)]
+Trusted = Annotated[bool, Option(help="Run code that comes with a Hub model.", hidden=True)]
 BatchInvariant = Annotated[
-    bool,
-    Option(help="Make texts equal plain decoding's in bf16 and fp16 too, alone or in batches; slower.", hidden=True),
+    bool, Option(help="Slower, but in bf16 and fp16 texts equal plain decoding's, alone or in batches.", hidden=True)
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadingOptions:
-    """Options on how to load a target."""
+    """Options that say how to load a target."""
 
     dtype: Dtype = "fast"
     trust_remote_code: Trusted = False
@@ -78,18 +77,15 @@ class ModelOptions(LoadingOptions):
 
 SPEC = "NAME[:PATH]"
 DRAFTERS = "such as lookup, heads:PATH or draft:PATH,tokens=4 (all: docs/reference/commands.md)"
-Drafter = Annotated[str | None, Option(metavar=SPEC, help=f"Drafter, by default none (plain decoding); {DRAFTERS}.")]
+Drafter = Annotated[str | None, Option(metavar=SPEC, help=f"Drafter; by default none (plain decoding); {DRAFTERS}.")]
 PlanFile = Annotated[
-    Path | None,
-    Option(
-        metavar="FILE", help="plan.json of 'headstart plan', to choose the drafter instead of --drafter.", hidden=True
-    ),
+    Path | None, Option(metavar="FILE", help="plan.json of 'headstart plan', used to choose the drafter.", hidden=True)
 ]
 Rule = Annotated[
     str | None,
     Option(
         metavar="NAME",
-        help="Acceptance rule; by default the lossless rule that accepts most tokens. Lossless: greedy, token, "
+        help="Acceptance rule; by default the lossless rule that accepts the most tokens. Lossless: greedy, token, "
         "sampled-verify, recursive, top-k, block, traversal. Lossy: typical.",
         hidden=True,
     ),
@@ -117,7 +113,7 @@ Rounds = Annotated[int, Option(min=1, help="Number of times each method decodes 
 
 Temperature = Annotated[float, Option(help="Sampling temperature; 0 is greedy.")]
 Stop = Annotated[list[str] | None, Option(help="Stop string; repeatable.", hidden=True)]
-Seed = Annotated[int, Option(help="Sampling seed; the same seed gives the same text.", hidden=True)]
+Seed = Annotated[int, Option(help="Sampling seed; the same seed repeats the text.", hidden=True)]
 
 # --- output -----------------------------------------------------------------------------------------------------------
 
@@ -133,5 +129,5 @@ JsonFile = Annotated[
 ServedName = Annotated[str | None, Option(metavar="NAME", help="The endpoint's name for the target.", hidden=True)]
 Concurrency = Annotated[int, Option(min=1, help="Number of concurrent requests to each endpoint.", hidden=True)]
 Timeout = Annotated[
-    float, Option(min=0.001, help="Seconds of silence after which an answer of the endpoint is given up.", hidden=True)
+    float, Option(min=0.001, help="Longest silence of the endpoint during an answer, in seconds.", hidden=True)
 ]

@@ -1,6 +1,6 @@
 """Commands of the typer application: options from dataclasses, help, and usage errors in one sentence.
 
-At the end of every command errors, signals and closed pipes become one sentence and an exit code.
+However a command ends, an error, a signal or a closed pipe becomes one sentence and an exit code.
 """
 
 import os
@@ -74,13 +74,13 @@ def _ended(work: Callable[[], None], debug: bool, resumes: bool) -> int:
 def _code(error: Exception) -> ExitCode:
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(it in str(error) for it in _FULL)):
         return ExitCode.OUT_OF_MEMORY
-    # An errno is the operating system's answer: a missing file, a full disk, no permission.
+    # An errno comes from the operating system: a missing file, a full disk, no permission.
     of_the_user = isinstance(error, UserError) or (isinstance(error, OSError) and error.errno is not None)
     return ExitCode.BAD_INPUT if of_the_user else ExitCode.INTERNAL_ERROR
 
 
 def _sentence(error: Exception) -> str:
-    """Return an error's sentence with a remedy, free of secrets and control characters."""
+    """Return an error's sentence with a remedy, without secrets and control characters."""
     sentence, code = without_secrets(one_line(error)) or type(error).__name__, _code(error)
     if code == ExitCode.OUT_OF_MEMORY:
         remedy = "use smaller batches or shorter texts; 'headstart train RECIPE --dry-run' prints what training needs"
@@ -94,7 +94,7 @@ def _sentence(error: Exception) -> str:
 
 
 def _kept_traceback() -> str | None:
-    """Write the current traceback to a file that only this user can read; return its path, or None if that failed."""
+    """Write the current traceback to a file that only this user can read; return its path, or None on failure."""
     try:
         with tempfile.NamedTemporaryFile("w", prefix="headstart-", suffix=".txt", delete=False) as file:
             file.write(without_secrets(traceback.format_exc()))
@@ -104,11 +104,11 @@ def _kept_traceback() -> str | None:
 
 
 def _output_is_closed() -> bool:
-    """Return True if the reader of standard output or error is gone; a server's broken pipe does not count."""
+    """Return True if nobody reads standard output or error any more; the broken pipe of a server does not count."""
     for stream in (sys.stdout, sys.stderr):
         try:
             watched = select.poll()
-            watched.register(stream.fileno(), 0)  # POLLERR is reported without asking
+            watched.register(stream.fileno(), 0)  # POLLERR is always reported
             if any(event & select.POLLERR for _, event in watched.poll(0)):
                 return True
         except (OSError, ValueError):  # a stream without a file
@@ -117,14 +117,14 @@ def _output_is_closed() -> bool:
 
 
 def _open_closed_streams() -> None:
-    """Open standard streams that the caller closed (``<&-``) on the null device; Python has None for them."""
+    """Connect standard streams that the caller closed (``<&-``) to the null device; in Python they are None."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def drop_output() -> None:
-    """Discard the rest of the output after its reader ended; the interpreter then exits quietly too."""
+    """Discard the rest of the output after its reader ended, so that the interpreter exits quietly."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nowhere, stream.fileno())
@@ -156,7 +156,7 @@ class Once(TyperCommand):
         given = [each for each in self.make_parser(ctx).parse_args(list(args))[2] if each.param_type_name == "option"]
         for option in given:
             if given.count(option) > 1 and not getattr(option, "multiple", False):
-                raise UserError(f"{option.opts[0]} is given twice", "give it once")
+                raise UserError(f"{option.opts[0]} is given twice", "pass it once")
         return super().parse_args(ctx, args)
 
 
@@ -166,10 +166,10 @@ Options = TypeVar("Options")
 def command(
     app: typer.Typer, *examples: str, resumes: bool = False, failed: ExitCode = ExitCode.FAILED
 ) -> Callable[[Callable[[Options], object]], Callable[[Options], object]]:
-    """Turn a function of ``options``, a dataclass with types, defaults and help, into a command.
+    """Make a command from a function of ``options``, a dataclass with types, defaults and help texts.
 
-    ``examples`` end the help. ``resumes``: the same command resumes after a stop. ``failed``: the exit code if the
-    function returns False.
+    The help ends with ``examples``. ``resumes``: after a stop the same command resumes. ``failed``: the exit code if
+    the function returns False.
     """
 
     def decorate(work: Callable[[Options], object]) -> Callable[[Options], object]:

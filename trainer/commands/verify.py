@@ -1,4 +1,4 @@
-"""The command `headstart verify`: prove that decoding is lossless, in this process or on a server."""
+"""The command `headstart verify`: proves that decoding is lossless, in this process or on a server."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -46,7 +46,7 @@ class ProofInput(NamedTuple):
 
 
 def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
-    """Prove, print each finding and write --json; return True for PASS."""
+    """Run the proof, print each finding and write --json; return True for PASS."""
     watch = console or standard_error()
     console = watch if options.json == PRINTED else console or standard_output()
     _check(options)
@@ -86,11 +86,11 @@ def _check(options: VerifyOptions) -> None:
     if options.rule is not None:
         named_rule(options.rule)
         if options.temperature == 0:
-            raise UserError(f"--rule {options.rule} needs sampling: give a --temperature above 0")
+            raise UserError(f"--rule {options.rule} needs sampling: use a --temperature above 0")
 
 
 def _read_input(options: VerifyOptions, models: LoadedModels) -> ProofInput:
-    """Read the prompts; UserError for a prompt that leaves too few positions for the new tokens."""
+    """Read the prompts; raise UserError for a prompt that leaves too few positions for the new tokens."""
     target, tokenizer = models.target, models.tokenizer
     sampling = SamplingConfig(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     engines = max(1, len(models.drafters))
@@ -139,7 +139,7 @@ def _served(options: VerifyOptions, given: ProofInput, watch: Console) -> Iterat
 
 
 def _tokens_of(writer: "ServedWriter") -> Finding:
-    """Return a finding on how the server reports its tokens; a problem if tokenizing its texts again changes them."""
+    """Return a finding on how the server reports tokens; it is a problem if tokenizing its texts again changes them."""
     found = f"the server reports {writer.source}"
     if not writer.takes_ids:
         found += "; it does not accept token ids, so texts were sent"

@@ -1,1 +1,1 @@
-"""The path from rows to conversations, to token ids with a loss mask, and to batches."""
+"""How rows become conversations, then token ids with a loss mask, and finally batches."""

@@ -1,4 +1,4 @@
-"""Answer rows on disk: appended as they arrive, sorted at the end. Memory holds only their keys and offsets."""
+"""Answer rows on disk, which are appended as they arrive and sorted at the end. Memory holds only keys and offsets."""
 
 import json
 import os
@@ -16,14 +16,14 @@ _KEY = AnswerKey._fields
 
 
 class RowFile:
-    """A .jsonl file of rows with ``row`` and ``sample``. It grows by whole lines; memory holds only their keys."""
+    """A .jsonl file of rows with ``row`` and ``sample``. It grows by whole lines; memory holds only the keys."""
 
     def __init__(
         self, path: Path, fields: Set[str] = frozenset(), drops: Callable[[dict[str, Any]], bool] | None = None
     ) -> None:
         """Read the file, and cut off an incomplete last line. Raises UserError that names a damaged line.
 
-        Each row has ``fields`` besides its key. ``drops`` returns True for a row that no longer counts; `settle`
+        Each row has its key and ``fields``. ``drops`` returns True for a row that no longer counts; `settle`
         removes it.
         """
         self.path, self._end = path, 0
@@ -72,7 +72,10 @@ class RowFile:
             self._note(row, line)
 
     def settle(self) -> None:
-        """Sort the file by row and sample and remove repeats, atomically. Does nothing if it is already sorted."""
+        """Sort the file by row and sample, and remove repeats, atomically.
+
+        Does nothing if the file is sorted already.
+        """
         places = sorted(self.places.items())
         if not self._dropped and places == [*self.places.items()]:
             return

@@ -1,4 +1,4 @@
-"""Regenerated answers: the run that requests them, and files that survive a kill.
+"""Regenerated answers: the run that requests answers, and files that survive a kill.
 
 ``NAME.jsonl`` contains the answers, ``NAME.jsonl.meta.json`` their settings, and ``NAME.jsonl.failed.jsonl`` the
 conversations that were set aside, each with a reason.
@@ -64,7 +64,7 @@ class FailedConversation:
     problem: Problem
     reason: str
     again: bool = False
-    """True if another run should retry: the problem may be temporary."""
+    """True if another run should try again, because the problem may be temporary."""
 
 
 Outcome = AnsweredConversation | FailedConversation
@@ -75,12 +75,12 @@ class Backend(Protocol):
 
     @property
     def encoder(self) -> TranscriptEncoder | None:
-        """The encoder that training uses; None if only a server knows the tokenizer."""
+        """The encoder that training will use; None if only a server knows the tokenizer."""
 
     def outcomes(
         self, conversations: Iterable[OpenConversation], done: Container[AnswerKey], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
-        """Yield the outcomes of conversations that are not ``done``, in small groups to be written at once.
+        """Yield the outcomes of conversations that are not ``done``, in small groups that are written immediately.
 
         ``on_tokens`` is called with the number of tokens written since its last call.
         """
@@ -148,7 +148,7 @@ class AnswerFile:
             if self._encoder is not None:
                 self._encoder.encode(transcript)
         except UserError as error:
-            if outcome.answer_tokens is not None:  # the text alone may be usable
+            if outcome.answer_tokens is not None:  # the text without the tokens may be usable
                 return self._judged(replace(outcome, answer_tokens=None, prompt_tokens=None))
             return FailedConversation(conversation, "failed", f"training would reject it: {error}")
         return outcome
@@ -175,7 +175,7 @@ def _row_of(outcome: Outcome) -> dict[str, Any]:
 def described_prompts(source: Path) -> list[Any]:
     """Return what regenerated files say about their prompts: a name, or how the target wrote them, with counts.
 
-    ``source`` is a file or a folder of files. The list is empty if its answers are from elsewhere.
+    ``source`` is a file or a folder of files. The list is empty if the answers are from elsewhere.
     """
     found = []
     for file in sorted(source.glob("*.jsonl")) if source.is_dir() else [source]:
@@ -202,7 +202,7 @@ def _begin(path: Path, set_aside: Path, settings: dict[str, Any], about: dict[st
     if any(file.exists() and file.stat().st_size for file in (path, set_aside)):
         what = "is damaged" if meta.exists() else "is missing"
         raise UserError(f"{meta} {what}, so the settings of {path} are unknown", "restore it, or use another output")
-    with writing(path):  # settings are on the disk before any answer
+    with writing(path):  # the settings are on the disk before any answer
         write_text(meta, json.dumps({"settings": settings, "about": about}, indent=2) + "\n")
 
 
@@ -266,7 +266,8 @@ def answer(
 ) -> Summary:
     """Answer the conversations that the file lacks, and write each outcome as it arrives. Returns the counts.
 
-    Conversations are read only when needed. ``total`` is their number, if known. ``title`` stands before the progress.
+    Conversations are read only when they are needed. ``total`` is their number, if known. ``title`` is shown before the
+    progress.
     """
     summary = Summary()
     tokens, before = 0, min(len(answers.done), total or 0)

@@ -1,7 +1,7 @@
-"""Training examples mapped from a file, selected or packed; and batches of them or of texts generated during training.
+"""Training examples, mapped from a file, selected or packed; and batches of examples or of generated texts.
 
-The examples of a step depend only on the seed and the step. So a run resumes exactly, and the number of processes that
-share a batch does not matter.
+The examples of a step depend only on the seed and the step. A run therefore resumes exactly, and the number of
+processes that share a batch does not matter.
 """
 
 from bisect import bisect_left, insort
@@ -51,7 +51,7 @@ class Example:
         return *self.text(), self.trained.tobytes(), self.prompt_length.to_bytes(8, "little")
 
     def predicted(self) -> Int[np.ndarray, " predicted"]:
-        """Return the trained tokens except each document's first token, which nothing predicts."""
+        """Return the trained tokens, except the first token of each document, which nothing predicts."""
         trained = self.trained.copy()
         trained[np.cumsum((0, *self.lengths[:-1]))] = False
         predicted: Int[np.ndarray, " predicted"] = self.tokens[trained]
@@ -115,11 +115,11 @@ class Batch:
         """Return the arguments for a transformers model, to be called with ``use_cache=False``.
 
         Padding needs no mask: it follows all tokens of a row, tokens attend only to earlier positions, and outputs at
-        padding are not read. Without a mask, attention is plainly causal, which is fastest.
+        padding are not read. Without a mask, attention is causal and fastest.
 
         In packed documents, positions restart at 0. Without an attention mask, this makes transformers separate
         documents in every kind of layer; padding counts as one more document. With a cache, transformers would ignore
-        the positions, and documents would see earlier ones. OPT and Falcon always ignore positions: see
+        the positions, and documents would see earlier documents. OPT and Falcon always ignore positions: see
         `check_documents_are_apart`.
         """
         if not self.packed:
@@ -157,7 +157,7 @@ def check_documents_are_apart(model: "PreTrainedModel") -> None:
 
 
 def collate(examples: Sequence[Example], indices: Sequence[int] = ()) -> Batch:
-    """Pad examples on the right to the longest; ``indices`` are their indices in the data set."""
+    """Pad examples on the right to the length of the longest; ``indices`` are their indices in the data set."""
     longest = max(len(example.tokens) for example in examples)
     shape = (len(examples), longest)
     tokens, attention_mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -206,7 +206,7 @@ def _epoch_order(epoch: int, size: int, seed: int) -> Tensor:
 
 
 class PlacedExample(NamedTuple):
-    """A sequence of a batch and its index in the data set; the index is -1 for a generated sequence."""
+    """A sequence of a batch, and its index in the data set (-1 for a generated sequence)."""
 
     example: Example
     example_index: int
@@ -225,7 +225,7 @@ class BatchSource(Protocol):
     def write(self, step: int, positions: Sequence[int]) -> Mapping[str, float]:
         """Generate the texts for this process's positions from this step on, with the draft's current weights.
 
-        All processes call this at once, with all trained parameters gathered. Returns figures to log, with the same
+        All processes call this together, with all trained parameters gathered. Returns figures to log, with the same
         keys on every process; the loop sums them over the processes.
         """
 
@@ -320,7 +320,7 @@ def chosen(examples: Sequence[Example], indices: Int[np.ndarray, " chosen"]) -> 
 def pack(examples: Sequence[Example], max_length: int) -> Packed:
     """Pack examples by best fit into sequences of at most ``max_length`` tokens.
 
-    Examples are placed in order, each in the sequence that it fills most, so equal examples give equal sequences. They
+    Examples are placed in order, each in the sequence that it fills most, so equal examples make equal sequences. They
     are joined on access.
     """
     packed: list[list[int]] = []

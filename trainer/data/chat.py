@@ -25,7 +25,7 @@ _GOES_ON = "\ue000"  # a private-use character that no template contains
 _SHORTEST_TEXT = 8  # in tokens; shorter last pieces of a text are skipped
 
 _ALWAYS = frozenset({"role", "content", "name", "tool_call_id", *REASONING[1:], *UNTRAINED})
-"""Message fields that a template may ignore without harm, or that have another name."""
+"""Message fields that a template may ignore without harm, or that it reads under another name."""
 
 Messages = Sequence[Message]
 
@@ -45,7 +45,7 @@ class TranscriptEncoder:
     """Encoder of transcripts with a tokenizer, according to a recipe's data section."""
 
     def __init__(self, section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> None:
-        """``ends`` are the target's `decoding.model.loading.eos_token_ids`; without, the tokenizer's EOS ends texts."""
+        """``ends`` are the target's `decoding.model.loading.eos_token_ids`; by default, the tokenizer's EOS."""
         own = tokenizer.eos_token_id
         self._end: int | None = own if own in ends or not ends else ends[0]
         self._ends = {*ends, self._end}
@@ -74,7 +74,7 @@ class TranscriptEncoder:
     def _with_open_thinking(self, transcript: Transcript) -> tuple[Message, ...]:
         """Return the messages; an answer that was cut off while thinking becomes reasoning if the template reads it.
 
-        As content, some templates would write an empty and closed thinking before it.
+        If it stayed content, some templates would write an empty and closed thinking before it.
         """
         *before, last = transcript.messages or ({"content": ""},)
         if not last["content"].startswith("<think>") or "</think>" in last["content"]:
@@ -87,7 +87,7 @@ class TranscriptEncoder:
         messages, where = transcript.messages, transcript.where
         if transcript.format == "text":
             return Encoded(transcript, "the whole text", self._text_pieces(transcript.text))
-        is_pair = transcript.format == "prompt_answer" and template is None  # of which only the last answer is trained
+        is_pair = transcript.format == "prompt_answer" and template is None  # in which only the last answer is trained
         answers = [message for message in messages if message["role"] == "assistant"][-1 if is_pair else 0 :]
         if answers and not any(map(is_trained, answers)):  # an empty answer would teach the model to stay silent
             return Encoded(transcript, "no answer (each is empty or excluded)", ())
@@ -105,7 +105,7 @@ class TranscriptEncoder:
         return Encoded(transcript, template.mask_source, examples)
 
     def _text_pieces(self, text: str) -> tuple[Example, ...]:
-        """Cut a plain text into consecutive sequences. Every token is trained."""
+        """Cut a plain text into consecutive sequences, in which every token is trained."""
         tokens: list[int] = self._tokenizer(text)["input_ids"]
         pieces = [tokens[i : i + self._max_length] for i in range(0, len(tokens), self._max_length)]
         return tuple(Example(tuple(piece), (True,) * len(piece), 0) for piece in pieces if len(piece) >= _SHORTEST_TEXT)
@@ -123,7 +123,7 @@ class TranscriptEncoder:
     def _own_tokens(self, transcript: Transcript, template: "ChatTemplate | None") -> tuple[Example, ...]:
         """Return one sequence per answer, made of exactly the tokens that the target wrote.
 
-        Tokenizing the answer's text again may give other tokens, and a cut-off answer lacks an end to train.
+        Tokenizing the answer's text again may lead to other tokens, and a cut-off answer has no end to train.
         """
         messages, where, written = transcript.messages, transcript.where, transcript.answer_tokens
         indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -172,7 +172,7 @@ class TranscriptEncoder:
         return template.prompt(messages, where)
 
     def encode_opening(self, row: Row, section: DataSection) -> Example:
-        """Return the prompt of a row without answers, of which nothing is trained; raise UserError for other rows."""
+        """Return the prompt of a row without answers, in which nothing is trained; raise UserError for other rows."""
         messages, tools = opening_of(row, section)
         tokens = self.prompt(messages, row.where, self._template and self._template.with_tools(tools))
         return Example(tokens, [False] * len(tokens), len(tokens))
@@ -185,17 +185,17 @@ def read_answer(tokenizer: PreTrainedTokenizerBase, tokens: list[int], truncated
 
 
 def whole_characters(answer: str, truncated: bool) -> str:
-    """Return the answer; if it was truncated, without a half character at its end."""
+    """Return the answer; if it was truncated, half a character at its end is removed."""
     return answer.rstrip("\N{REPLACEMENT CHARACTER}") if truncated else answer
 
 
 class ChatTemplate:
     """A tokenizer's chat template that separates the assistant's tokens from the others.
 
-    A template with ``{% generation %}`` marks says which tokens are the assistant's. Without marks, two texts are
-    compared: the prompt for an answer, and the conversation with the answer; the surplus is the answer. Some templates
-    write earlier turns differently once others follow (Qwen3 omits their thinking). Then each answer gives its own
-    sequence: what the target saw when it wrote the answer.
+    A template with ``{% generation %}`` marks says which tokens are the assistant's. Without marks, the prompt for an
+    answer is compared with the conversation that includes the answer; the difference is the answer. Some templates
+    write earlier turns differently once later turns follow (Qwen3 omits their thinking). Then each answer has its own
+    sequence, which is what the target saw when it wrote the answer.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class ChatTemplate:
         tools: Tools | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """Use ``template``; None means the tokenizer's template (of several, the one for ``tools``).
+        """Use ``template``; None means the tokenizer's template (if there are several, the one for ``tools``).
 
         Every conversation has these ``tools``. ``variables`` are as in `decoding.prompts.with_variables`.
         """
@@ -243,7 +243,7 @@ class ChatTemplate:
     def _is_same(self, messages: Messages, template: "ChatTemplate", others: Messages) -> bool:
         try:
             return self._render(messages) == template._render(others)
-        except (TemplateError, TypeError):  # raised if the template needs a removed field
+        except (TemplateError, TypeError):  # raised if the template needs the removed field
             return False
 
     def prompt(self, messages: Messages, where: str) -> tuple[int, ...]:
@@ -262,7 +262,7 @@ class ChatTemplate:
     def encode(self, messages: Messages, where: str, cut_off: bool = False) -> list[Marked]:
         """Return one sequence, or one per answer; ``where`` names the row in errors.
 
-        With ``cut_off``, the end that the template adds after the last answer is not marked, since the target did not
+        With ``cut_off``, the end that the template adds after the last answer is not marked, because the target did not
         write it.
         """
         if not any(message["role"] == "assistant" for message in messages):
@@ -371,7 +371,10 @@ class ChatTemplate:
 
 
 def _extras(messages: Messages) -> dict[str, list[Message]]:
-    """Return the messages without each field that a template should read; all names of reasoning count as the first."""
+    """Return, by each field that a template should read, the messages without this field.
+
+    All names of reasoning count as one field.
+    """
     fields = sorted({name for message in messages for name in message} - _ALWAYS)
     names = {name: REASONING if name in REASONING else (name,) for name in fields if not is_metadata(name)}
     return {
@@ -381,7 +384,7 @@ def _extras(messages: Messages) -> dict[str, list[Message]]:
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> ChatTemplate | None:
-    """Return the template in a Jinja file, else the tokenizer's own, else None."""
+    """Return the template from a Jinja file, or the tokenizer's own, or None if there is neither."""
     file, variables, given = section.chat_template, section.chat_template_kwargs, None
     if file is not None:
         if not Path(file).is_file():

@@ -1,4 +1,4 @@
-"""Conversations read from rows: with answers for training, or without, for a target to answer."""
+"""Conversations read from rows: with answers, for training, or without answers, for a target to answer."""
 
 import re
 from collections import Counter
@@ -33,7 +33,7 @@ from trainer.recipe.common import DataSection
 ANSWER_TOKENS = "answer_tokens"
 """Field in which `headstart regenerate` stores the target's tokens: a list of token ids per answer."""
 PROMPT_TOKENS = "prompt_tokens"
-"""Field in which it stores the tokens before each answer as a server rendered them."""
+"""Field in which it stores the tokens before each answer, as a server rendered them."""
 TRUNCATED = "truncated"
 """Field in which `headstart regenerate` records that the last answer was cut off and lacks its end token."""
 _ASKED = ("role", "content", "name", "tool_call_id")
@@ -98,14 +98,14 @@ def opening_of(row: Row, section: DataSection) -> tuple[tuple[Message, ...], Too
     fields, where = row.fields(), row.where
     messages = prompt_of(fields, section.prompt_field, where).messages
     if (section.answer_field or find_answer(fields)) in fields or any(m["role"] == "assistant" for m in messages):
-        raise UserError(f"{where}: the row has an answer: give prompts alone, or an answer to each")
+        raise UserError(f"{where}: the row has an answer: use prompts alone, or an answer to each")
     return _turns(messages, where)[0], tools_of(fields, where)
 
 
 def _answered(prompt: Prompt, fields: dict[str, Any], reply: str, where: str) -> list[Message]:
     """Return the messages with the answer in the column ``reply``; answers that belong to the prompt are not trained.
 
-    If the column has the whole conversation (UltraFeedback), the answer is what follows the last user message.
+    If the column contains the whole conversation (UltraFeedback), the answer is what follows the last user message.
     """
     answer, asked = answer_of(fields, reply, where), fields[prompt.name]
     if isinstance(asked, list) and len(asked) > 1 and isinstance(asked[0], str):
@@ -126,7 +126,7 @@ def _format_of(fields: dict[str, Any], section: DataSection, where: str) -> Form
         "prompt_answer": {prompt, answer} <= fields.keys(),
         "text": section.text_field in fields,
     }
-    named = section.prompt_field or section.answer_field  # named fields are required, a text is not enough
+    named = section.prompt_field or section.answer_field  # if fields are named they are required; a text is not enough
     possible: list[Format] = [name for name in found if not (named and name == "text")]
     wanted = possible if section.format == "auto" else [section.format]
     format = next((name for name in wanted if found[name]), None)
@@ -160,9 +160,9 @@ class OpenConversation:
     Recorded results of tools in turn i belong, in order, to the calls of answer i - 1. If that answer did not make
     their calls, the conversation ends with it.
 
-    ``index`` (from 0) counts all conversations of a run and determines the seeds. Without ``chat`` there is one turn of
-    one message, whose text is continued. ``tools`` are the functions that the target may call. ``model`` is the model
-    that the row names. ``spelled`` are the tokens to continue if the text has others than the tokenizer's own. The
+    ``index`` (from 0) counts all conversations of a run and determines the seeds. Without ``chat`` there is one turn
+    with one message, whose text is continued. ``tools`` are the functions that the target may call. ``model`` is the
+    model that the row names. ``spelled`` are the tokens to continue if they differ from the tokens of the text. The
     target itself writes a turn without messages.
     """
 
@@ -183,7 +183,7 @@ class OpenConversation:
         return [*self.with_answers(answers), *self._turn(len(answers), answers)]
 
     def _turn(self, index: int, answers: Sequence[Message]) -> list[Message]:
-        """Return a turn in which the results name the calls of the answer before it."""
+        """Return a turn whose results name the calls of the previous answer."""
         calls: Iterator[dict[str, Any]] = iter(answers[index - 1].get("tool_calls", ()) if index else ())
         turn = []
         for message in self.turns[index]:
@@ -195,7 +195,7 @@ class OpenConversation:
     def goes_on(self, answers: Sequence[Message], spelled: bool = False) -> bool:
         """Return True if a turn is left, and the last answer made the calls whose recorded results begin that turn.
 
-        With ``spelled`` calls are part of an answer's text, which must contain the names of the functions.
+        With ``spelled`` the calls are part of an answer's text, which must contain the names of the functions.
         """
         if not answers or len(answers) == len(self.turns):
             return not answers
@@ -235,11 +235,11 @@ def read_conversations(
     """Yield ``samples`` conversations without answers for each of a file's first ``limit`` rows, as they are read.
 
     ``stream`` replaces the rows of the file. ``on_bad`` is called for each row that is not a prompt; such rows are
-    skipped. ``unread`` counts rows by column that is neither read nor known as metadata.
+    skipped. ``unread`` counts rows by each column that is neither read nor known as metadata.
 
     The prompt's field is found as in `decoding.prompts.read_prompts`. A row with several turns, or with messages
     separated by the assistant's, becomes a conversation of several turns. Such a conversation requires ``chat``. Raises
-    UserError for a file without prompts, and for a row that is not a prompt unless ``on_bad`` is given.
+    UserError for a file without prompts and, without ``on_bad``, for a row that is not a prompt.
     """
     count = 0
     for number, row in read_rows(path) if stream is None else enumerate(map(without_nulls, stream), start=1):
@@ -269,7 +269,7 @@ def read_conversations(
 
 
 def _turns(messages: Sequence[Message], where: str) -> tuple[tuple[Message, ...], ...]:
-    """Return the messages between answers; without answers each user message ends a turn, as in Spec-Bench."""
+    """Return the messages between answers. If there are no answers, each user message ends a turn, as in Spec-Bench."""
     turns, made = list[list[Message]]([[]]), list[tuple[Any, Any]]()
     answered = any(message["role"] == "assistant" for message in messages)
     for message in messages:
@@ -293,7 +293,7 @@ def _turns(messages: Sequence[Message], where: str) -> tuple[tuple[Message, ...]
 
 
 def report_unread(name: str, unread: Counter[str]) -> str:
-    """Return a sentence that names columns that nobody reads, each with its number of rows."""
+    """Return a sentence that names the columns that are not read, each with its number of rows."""
     listed = " and ".join(f"{column} ({count:,} rows)" for column, count in unread.items())
     return f"{name} has columns that are not read: {listed}; docs/how-to/data.md lists the names that are read"
 

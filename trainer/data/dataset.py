@@ -1,12 +1,12 @@
-"""A data set: all rows of a source as token ids with a loss mask, plus counts of the rows.
+"""A data set: all rows of a source as token ids with a loss mask, and counts of the rows.
 
 Each row passes through four modules: `rows` reads it, `conversations` interprets it, `chat` encodes it, and `batch`
 defines the examples.
 
-One process per machine tokenizes a source, all map the result from a cache folder. It contains the sequences as an
-Arrow file of the datasets library, and counts of the rows. Its name is a digest of everything that determines the
-sequences. It appears whole or not at all, with checksums. The library's own cache would not notice a changed
-tokenizer, changed code or a damaged file, and would copy streamed rows.
+On each machine one process tokenizes a source, and all processes map the result from a cache folder. The folder
+contains the sequences, as an Arrow file of the datasets library, and counts of the rows. Its name is a digest of
+everything that determines the sequences. It appears whole or not at all, with checksums. The library's own cache would
+not notice a changed tokenizer, changed code or a damaged file, and would copy streamed rows.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class Dataset:
     """The first sequence of each row, never packed. A long text has several sequences."""
     path: str
     sha256: str
-    """Digest of the whole source, and of the chat template's file, if any."""
+    """Digest of the whole source, and of the file of the chat template if there is one."""
     account: Account
     max_length: int
     packed: bool
@@ -63,7 +63,7 @@ class Dataset:
 
     @property
     def fill(self) -> float:
-        """Share of the sequences' capacity (``max_length`` tokens each) that holds tokens."""
+        """Share of the sequences' capacity (``max_length`` tokens each) that is filled with tokens."""
         return self.account.tokens / (len(self.examples) * self.max_length)
 
     def describe(self) -> str:
@@ -135,7 +135,10 @@ def load_splits(
 
 
 def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> Dataset:
-    """Load only the held-out data, never packed. Prompts alone will do: evaluations decode from the prompts."""
+    """Load only the held-out data, never packed.
+
+    Rows without answers suffice, because evaluations decode from prompts.
+    """
     apart = section.model_copy(update={"split": section.heldout_split, "packing": False})
     try:
         return load_dataset(section.heldout, apart, tokenizer, ends)
@@ -147,17 +150,17 @@ def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase, 
 
 
 def _load_prompts(path: str, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Load a source of prompts alone; raise UserError if any row has an answer or is no prompt."""
+    """Load a source of prompts without answers; raise UserError if any row has an answer or is not a prompt."""
     source, encoder = open_source(path, section), TranscriptEncoder(section, tokenizer)
     found = [encoder.encode_opening(row, section) for row in islice(source.read(), section.max_rows)]
     account = Account(Counter({"prompts": len(found)}), sequences=len(found), tokens=sum(len(e.tokens) for e in found))
     if not found:
-        raise UserError(f"{path} contains no prompts: give a file with one prompt per line")
+        raise UserError(f"{path} contains no prompts: use a file with one prompt per line")
     return Dataset(found, found, path, source.sha256, account, section.max_length, False, source.commit)
 
 
 def load_training_data(section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> Dataset:
-    """Load only the training data. Every process must call this, since one per machine may tokenize."""
+    """Load only the training data. Every process must call this, because one per machine may tokenize."""
     return agreed(lambda: load_dataset(section.train, section, tokenizer, ends), patient=True)
 
 
@@ -186,12 +189,12 @@ def heldout_prompts(examples: Sequence[Example], count: int, prompt_tokens: int,
 
 _SEQUENCES, _ACCOUNT = "sequences.arrow", "account.json"
 _FEW_ROWS, _FEW_BYTES = 256, 1 << 20
-"""Up to these sizes, tokenizing is as fast as finding the cached file."""
+"""Up to these sizes, tokenizing is as fast as looking up the cached file."""
 _DECIDES = (
     *("format", "text_field", "prompt_field", "answer_field", "max_length", "max_rows", "bad_rows"),
     "chat_template_kwargs",
 )
-"""Fields of a data section that determine the sequences, besides the chat template's file and the source."""
+"""Fields of a data section that determine the sequences, apart from the chat template's file and the source."""
 _CODE = ("rows", "conversations", "chat", "marks", "encoding", "batch", "dataset")
 
 Tokenized = tuple[Sequence[Example], Int[np.ndarray, " rows"], Account]
@@ -201,7 +204,7 @@ Tokenized = tuple[Sequence[Example], Int[np.ndarray, " rows"], Account]
 def load_sequences(
     source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()
 ) -> Tokenized:
-    """Return the sequences of a source from the cache, filling it if needed; few rows are only kept in memory.
+    """Return the sequences of a source from the cache, which is filled if needed; few rows are only kept in memory.
 
     ``ends`` are as in `TranscriptEncoder`. The first process on a machine tokenizes while the others wait. Raises
     UserError for bad rows and for a cache that cannot be written.
@@ -229,7 +232,7 @@ def load_sequences(
 
 
 def cache_folder() -> Path:
-    """Return the folder of all token files. Its files may be deleted; they are then written again."""
+    """Return the folder of all token files. Files in it may be deleted; they are written again when needed."""
     return cache_root() / "tokens"
 
 
@@ -303,7 +306,7 @@ def _write(
 
 
 def _read(folder: Path) -> Tokenized | None:
-    """Map the sequences in a folder; None if the folder is missing, or, with a warning, damaged."""
+    """Map the sequences in a folder; return None if the folder is missing or, with a warning, if it is damaged."""
     if not folder.is_dir():
         return None
     try:

@@ -18,9 +18,9 @@ from trainer.data.conversations import transcript_of
 from trainer.data.rows import Row, RowSource
 from trainer.recipe.common import DataSection
 
-_NAMED_ROWS = 5  # bad rows to name; all are counted
+_NAMED_ROWS = 5  # number of bad rows that are named; all are counted
 _ROWS_AT_ONCE = 64
-_START = "spawn"  # a fork would hold this process's thread locks and devices
+_START = "spawn"  # a fork would inherit the locks of this process's threads, and its devices
 
 
 @dataclass
@@ -28,15 +28,15 @@ class Account:
     """Counts of a source's rows and of their sequences."""
 
     formats: Counter[str] = field(default_factory=Counter)
-    """Format -> rows."""
+    """Format -> number of rows."""
     fields: Counter[str] = field(default_factory=Counter)
-    """Fields of prompt and answer, such as "question with answer" -> rows."""
+    """Fields of prompt and answer, such as "question with answer" -> number of rows."""
     mask_sources: Counter[str] = field(default_factory=Counter)
-    """How the trained tokens were found -> rows."""
+    """How the trained tokens were found -> number of rows."""
     ignored: Counter[str] = field(default_factory=Counter)
-    """Part of a conversation that the chat template ignores, such as "tools" -> rows."""
+    """Part of a conversation that the chat template ignores, such as "tools" -> number of rows."""
     unread: Counter[str] = field(default_factory=Counter)
-    """Column that is neither read nor known as metadata -> rows."""
+    """Column that is neither read nor known as metadata -> number of rows."""
     sequences: int = 0
     """Number of sequences before packing."""
     tokens: int = 0
@@ -48,7 +48,7 @@ class Account:
     bad_rows: int = 0
     """Number of unusable rows, all of them skipped."""
     named: list[str] = field(default_factory=list)
-    """The first bad rows, each with its error."""
+    """The first bad rows with their errors."""
 
     @property
     def num_rows(self) -> int:
@@ -61,7 +61,7 @@ class Account:
         self.named = [*self.named, str(error)][:_NAMED_ROWS]
 
     def count(self, encoded: Encoded, kept: Sequence[Example | None]) -> None:
-        """Count a row with its sequences and, for each, the part that is kept."""
+        """Count a row with its sequences, and with the part that is kept of each."""
         self.formats[encoded.transcript.format] += 1
         self.mask_sources[encoded.mask_source] += 1
         self.ignored.update(encoded.ignored)

@@ -15,7 +15,7 @@ ADVICE = (
     "around nothing else"
 )
 _MARK = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
-_BEGIN, _END = "\ue000(", ")\ue000"  # a private-use character: texts contain neither
+_BEGIN, _END = "\ue000(", ")\ue000"  # private-use characters, which texts do not contain
 _MACRO = f"{{% macro generation_span() %}}{_BEGIN}{{{{ caller() }}}}{_END}{{% endmacro %}}\n"
 
 Spans = Sequence[tuple[int, int]]
@@ -40,7 +40,7 @@ def has_marks(template: str) -> bool:
 
 
 def replace_marks(template: str, begin: str, end: str) -> str:
-    """Return a chat template with other statements in place of its marks, which control white space in the same way."""
+    """Return a chat template whose marks are replaced by other statements that control white space in the same way."""
     return _MARK.sub(lambda found: f"{found[1]}{end if found[2] else begin}{found[3]}", template)
 
 
@@ -62,8 +62,8 @@ def read_spans(rendered: str) -> tuple[str, Spans]:
 class TokenMarker:
     """A tokenizer that marks the tokens of parts of a text.
 
-    transformers' mask compares only the first and the last character of a part with the tokens' offsets. So it misses
-    bytes of characters, and spaces that the offsets leave out.
+    transformers' own mask compares only the first and the last character of a part with the offsets of the tokens. It
+    therefore misses bytes of characters, and spaces that the offsets leave out.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -92,7 +92,7 @@ class TokenMarker:
         return Marked(tuple(tokens), tuple((counts > 0).tolist()))
 
     def spell(self, text: str) -> tuple[list[int], Int[np.ndarray, "tokens 2"]]:
-        """Return the text's tokens, and the begin and end of each one's characters.
+        """Return the text's tokens, each with the begin and end of its characters.
 
         A tokenizer's own offsets leave out spaces that a byte-level post-processor trims, and count spaces that a
         special token swallows.

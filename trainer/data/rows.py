@@ -1,4 +1,4 @@
-"""Rows of a data source in a fixed order: .jsonl and .parquet files, folders of them, hub data sets.
+"""Rows of a data source in a fixed order. Sources are .jsonl and .parquet files, folders of them, and hub data sets.
 
 A hub data set is named ORG/NAME[@REVISION][:CONFIG]. A streamed data set is fetched while its rows are read, and leaves
 no copy on the disk.
@@ -55,15 +55,15 @@ PRESETS = {
 
 
 class Row(NamedTuple):
-    """One row: its fields by name, or the reason why it has none."""
+    """One row: its fields by name, or the reason why it does not have fields."""
 
     where: str
     """The row's location for error messages: file and line, or data set and row."""
     content: dict[str, Any] | UserError
-    """UserError for a line that is not a JSON object; the reader decides whether this stops the run."""
+    """The UserError of a line that is not a JSON object; the reader decides whether it stops the run."""
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields; raise the row's UserError if it has none."""
+        """Return the fields; raise the row's UserError if it has no fields."""
         if isinstance(self.content, UserError):
             raise self.content
         return self.content
@@ -103,8 +103,8 @@ class RowSource:
 def open_source(name: str, section: DataSection) -> RowSource:
     """Open a file, a folder's files in order of name, or the section's split of a hub data set.
 
-    A folder's hidden files and the files that `headstart regenerate` wrote beside its answers are ignored. For a
-    streamed data set, this only requests the commit. Raises UserError for a missing or unreadable source.
+    In a folder, hidden files and the files that `headstart regenerate` writes next to its answers are ignored. For a
+    streamed data set, only the commit is requested here. Raises UserError for a missing or unreadable source.
     """
     path = Path(name)
     if path.is_dir():
@@ -162,7 +162,7 @@ def _downloaded(name: str, hub: HubName, config: str | None, section: DataSectio
 
 
 def _streamed(_: str, hub: HubName, config: str | None, section: DataSection) -> RowSource:
-    """Return a stream whose name omits the revision, so that equal commits share cached tokens."""
+    """Return a stream whose name omits the revision, so that the same commit always shares cached tokens."""
     name = ":".join(part for part in (hub.repo_id, config) if part)
     commit = _commit_of(hub)
     digest = hashlib.sha256(repr((name, section.split, commit, "streamed")).encode()).hexdigest()
@@ -218,7 +218,7 @@ def _commit_of(hub: HubName) -> str:
     if hub.revision is not None and _COMMIT.fullmatch(hub.revision):
         return hub.revision
     try:
-        # expand avoids fetching the list of files, which may be long.
+        # With expand, the list of files, which may be long, is not fetched.
         sha = HfApi().dataset_info(hub.repo_id, revision=hub.revision, expand=["sha"]).sha
     except (HTTPError, OSError, ValueError) as error:
         problem = _explained(error, hub)
@@ -229,7 +229,7 @@ def _commit_of(hub: HubName) -> str:
 
 
 def _explained(error: Exception, hub: HubName) -> str:
-    """Explain in one sentence why fetching failed and how to fix it. URL queries (signatures) are removed."""
+    """Explain in one sentence why fetching failed and what to do. URL queries (signatures) are removed."""
     address = without_login(constants.ENDPOINT)
     remedy = "or pass the commit whose tokens are cached here, as ORG/NAME@COMMIT"
     problem, cause = shortened(error) or type(error).__name__, error
@@ -241,7 +241,7 @@ def _explained(error: Exception, hub: HubName) -> str:
         if isinstance(each, OfflineModeIsEnabled):
             problem = f"HF_HUB_OFFLINE is set: unset it, {remedy}"
         elif isinstance(each, RemoteEntryNotFoundError) and each is not error:
-            continue  # a data set may lack a card
+            continue  # a data set may have no card
         elif isinstance(each, HfHubHTTPError):
             problem = explained(each, hub, f"{address}/datasets/{hub.repo_id}")
         elif isinstance(each, HTTPError):

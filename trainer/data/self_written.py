@@ -1,7 +1,7 @@
-"""Prompts that the target writes itself: what it says after its chat template has opened a user's turn.
+"""Prompts that the target writes itself: its continuations after its chat template has opened a user's turn.
 
-Magpie, 2406.08464, makes data of chat models in this way. Draws without an end, with control tokens or too short, draws
-that only repeat one phrase, and repeated draws are removed and counted.
+Magpie (2406.08464) makes data from chat models in this way. A draw is removed and counted if it has no end, contains
+control tokens, is too short, only repeats one phrase, or repeats an earlier draw.
 """
 
 import re
@@ -25,10 +25,10 @@ from trainer.data.conversations import AnswerKey, Message, OpenConversation, rea
 
 WRITING = SamplingConfig(temperature=1.0, top_p=0.95)
 LONGEST = 128
-"""Longest prompt in tokens, with its end."""
+"""Longest prompt in tokens, including its end token."""
 _SHORTEST = 4
 _FIRST_DRAWS, _DRAWS_PER_PROMPT = 256, 10
-"""A target that needs more draws than this for a prompt, at least so many in all, is given up."""
+"""If a target needs more draws than this per prompt, after at least so many in all, the run stops."""
 _MARK = "\ue000"  # a private-use character that no template contains
 _NAME = "self:"
 
@@ -53,17 +53,17 @@ def read_request(prompts: str, limit: int | None = None) -> SelfWritten | None:
     turns = options.pop("turns", "1")
     without = options.pop("except", None)
     if options or without == "" or not all(each.isdecimal() and int(each) for each in (number, turns)):
-        raise UserError(f"{prompts} is malformed: give self:COUNT[,turns=N][,except=FILE], such as self:2000")
+        raise UserError(f"{prompts} is malformed: write self:COUNT[,turns=N][,except=FILE], such as self:2000")
     return SelfWritten(min(int(number), limit or int(number)), int(turns), without)
 
 
 class UserTurn:
-    """The tokens that open a user's turn in a tokenizer's chat template, and the one that ends it."""
+    """The tokens that open a user's turn in a tokenizer's chat template, and the token that ends it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raise UserError for a tokenizer without a chat template, or whose template shows neither opening nor end."""
+        """Raise UserError for a tokenizer without a chat template, or if the template shows neither opening nor end."""
         if tokenizer.chat_template is None:
-            raise UserError("the target has no chat template, so it cannot write prompts: give a file of texts")
+            raise UserError("the target has no chat template, so it cannot write prompts: use a file of texts")
         self._tokenizer = tokenizer
         added: Any = tokenizer.added_tokens_decoder
         specials = {token.content: index for index, token in added.items() if token.special}
@@ -75,13 +75,13 @@ class UserTurn:
             raise UserError(
                 "the chat template does not show where a user's turn begins and ends: a special token must follow the "
                 f"message, not {what}",
-                "give a file of prompts",
+                "use a file of prompts",
             )
         self.opening, self._end = opening, end
 
     def after(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the tokens up to the next user's message."""
-        text = self._around(messages)[0].rstrip(" ")  # the space belongs to the first word's token
+        """Return the tokens before the next message of the user."""
+        text = self._around(messages)[0].rstrip(" ")  # the space belongs to the token of the first word
         tokens: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return tuple(tokens)
 
@@ -97,7 +97,8 @@ class UserTurn:
     def config(self, config: DecodingConfig, context: int | None) -> DecodingConfig:
         """Return the settings that decode a prompt, with other seeds than the answers; ``context`` is the target's.
 
-        The draws of two seeds have nothing in common, although draw i of a run has the run's seed plus i.
+        The draws of two runs with different seeds have nothing in common, although draw i of a run has the run's seed
+        plus i.
         """
         drawn = int.from_bytes(sha256(f"self-written {config.seed}".encode()).digest()[:7], "big")
         most = min(LONGEST, (context or 2 * LONGEST) // 2)
@@ -105,7 +106,7 @@ class UserTurn:
         return replace(config, max_new_tokens=most, sampling=WRITING, eos_token_ids=ends, seed=drawn)
 
     def fault(self, text: str, tokens: Sequence[int] | None, truncated: bool) -> str | None:
-        """Return why a written turn cannot be used, or None; ``tokens`` are the written ones with the end, if known."""
+        """Return why a turn cannot be used, or None; ``tokens`` are its tokens including the end, if they are known."""
         if truncated:
             return "without an end"
         spelled: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -127,17 +128,17 @@ def _words(text: str) -> str:
 class PromptDraws:
     """The draws of a target, as a `Backend` whose answers are prompts; and the usable prompts among them.
 
-    Conversations are drawn in groups until enough prompts are usable. As the draws of finished groups alone decide
-    that, a run that was killed and started again ends with the same prompts.
+    Conversations are drawn in groups until enough prompts are usable. As this depends only on the draws of finished
+    groups, a run that was killed and started again ends with the same prompts.
     """
 
     encoder = None
 
     def __init__(self, wanted: SelfWritten, turn: UserTurn, backend: Backend, group: int) -> None:
-        """``backend`` decodes with the settings of `UserTurn.config`, ``group`` conversations at once."""
+        """``backend`` decodes ``group`` conversations at a time, with the settings of `UserTurn.config`."""
         self._wanted, self._turn, self._backend, self._group = wanted, turn, backend, group
         self._texts, self._faults = dict[int, str](), dict[int, str]()
-        """Text or fault by draw (from 1)."""
+        """Text or fault of each draw, by its number (from 1)."""
         self._first: dict[str, int] = {}
         """The first draw with the same words."""
         others = () if wanted.without is None else read_conversations(wanted.without, None, None, 1, chat=True)
@@ -160,7 +161,7 @@ class PromptDraws:
         self._first[words] = min(draw, self._first.get(words, draw))
 
     def conversations(self) -> Iterator[OpenConversation]:
-        """Yield draws until enough prompts are usable; UserError if most draws are not."""
+        """Yield draws until enough prompts are usable; raise UserError if most draws are not usable."""
         text, tokens = self._turn.opening, self._turn.after(())
         opened: Message = {"role": "user", "content": text}
         for index in count():
@@ -169,13 +170,13 @@ class PromptDraws:
                 if usable >= self._wanted.number:
                     return
                 if index >= max(_FIRST_DRAWS, _DRAWS_PER_PROMPT * usable):
-                    raise UserError(f"the target hardly writes prompts ({self.told()}): give a file of prompts")
+                    raise UserError(f"the target hardly writes prompts ({self.told()}): use a file of prompts")
             yield OpenConversation(AnswerKey(index + 1, 0), index, ((opened,),), chat=False, spelled=tokens)
 
     def outcomes(
         self, conversations: Iterable[OpenConversation], done: Container[AnswerKey], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
-        """Yield the draws; those that cannot be used have failed."""
+        """Yield the draws; a draw that cannot be used counts as failed."""
         for outcomes in self._backend.outcomes(conversations, done, on_tokens):
             yield [self._judged(outcome) for outcome in outcomes]
 
@@ -196,7 +197,7 @@ class PromptDraws:
         return [self._texts[draw] for draw in sorted(self._first.values())][: self._wanted.number]
 
     def counts(self) -> dict[str, Any]:
-        """Return the numbers of draws, of prompts, and of removed draws by reason."""
+        """Return the numbers of draws, of prompts, and of draws removed for each reason."""
         removed = Counter(self._faults.values()) + Counter(repeated=len(self._texts) - len(self._first))
         spare = len(self._first) - len(self.prompts)
         draws = len(self._texts) + len(self._faults)

@@ -1,1 +1,1 @@
-"""The web demo: plain and speculative decoding streamed side by side. Only `app` needs Gradio."""
+"""The web demo, which streams plain and speculative decoding side by side. Only `app` needs Gradio."""

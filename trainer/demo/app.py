@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from decoding.errors import UserError
 
-os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # Gradio reads it on import, and sends no requests
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # Gradio reads this on import, and then sends no requests
 import gradio as gr
 import jinja2
 from starlette.datastructures import Headers, MutableHeaders
@@ -41,7 +41,7 @@ _FOLDER = Path(__file__).parent
 
 
 def spans(pieces: Iterable[Piece]) -> list[tuple[str, str]]:
-    """Return pieces of text as (class, text), joining neighbours of one origin."""
+    """Return pieces of text as (class, text); neighbours of the same origin are joined."""
     grouped = groupby(pieces, key=lambda piece: "drafted" if piece.drafted else "own")
     return [(kind, visible("".join(piece.text for piece in group))) for kind, group in grouped]
 
@@ -75,7 +75,7 @@ def tree_of(step: Step, text_of: Callable[[int], str]) -> dict[str, Any] | None:
 
 def parts_of(tally: Tally) -> list[tuple[str, str, float]]:
     """Return (class, name, milliseconds per token) for draft, target pass and overhead."""
-    drafts = tally.draft_seconds if tally.drafted else 0.0  # asking for no draft is overhead too
+    drafts = tally.draft_seconds if tally.drafted else 0.0  # deciding not to draft also counts as overhead
     overhead = tally.overhead_seconds + tally.draft_seconds - drafts
     parts = (("draft", "draft", drafts), ("verify", "target pass", tally.verify_seconds))
     seconds = (*parts, ("overhead", "overhead", overhead))
@@ -91,7 +91,7 @@ HTML: Any = _TEMPLATES.get_template("page.html.j2").module
 
 
 def step_html(race: Race | None, index: int) -> str:
-    """Return the HTML of the speculative side's step ``index`` (0: the prefill): its tree, and the text up to it."""
+    """Return the HTML of the speculative side at step ``index`` (0: the prefill): its tree, and the text so far."""
     if race is None or not race.speculative.steps:
         return str(HTML.no_step())
     index = min(max(index, 0), len(race.speculative.steps) - 1)
@@ -171,12 +171,12 @@ def _form(models: Models, words: Words) -> Form:
 
 
 def _range(most: int, least: int) -> tuple[int, int]:
-    """Return a slider's maximum and value; the maximum must exceed the minimum."""
+    """Return a slider's maximum and value; the maximum must be larger than the minimum."""
     return max(most, least + 1), most
 
 
 class Answers:
-    """Event handlers of the page; each visitor's last race is kept, to show its steps."""
+    """Event handlers of the page. The last race of each visitor is kept, so that its steps can be shown."""
 
     def __init__(self, models: Models, shown: Shown) -> None:
         self.models, self.shown = models, shown
@@ -185,7 +185,7 @@ class Answers:
     def connect(self, page: gr.Blocks, form: Form, run: Any, stop: Any) -> None:
         """Connect the handlers to the components; call this inside the page."""
         shown = self.shown
-        # Gradio's queue runs one race at a time and shows waiting visitors their place.
+        # Gradio's queue runs one race at a time and shows visitors their place in the queue.
         queued: Any = {**_PRIVATE, "concurrency_limit": 1, "show_progress_on": shown.notice}
         gr.on([run.click, form.prompt.submit], self.run, form, shown, **queued)
         stop.click(self.stop, **_AT_ONCE)
@@ -277,7 +277,7 @@ def _sentence(error: UserError) -> str:
 _SANS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Liberation Sans", "DejaVu Sans", "sans-serif")
 _MONO = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace")
 _ENTRIES = ("/gradio_api/queue/join", "/gradio_api/run/predict")
-"""Paths to which the page sends its inputs. Gradio's other paths, uploads included, are closed."""
+"""Paths to which the page sends its inputs. All other paths of Gradio, including uploads, are closed."""
 _READING = ("GET", "HEAD", "OPTIONS")
 _HEADERS = {
     "X-Frame-Options": "DENY",
@@ -289,8 +289,8 @@ _HEADERS = {
 class AccessFilter:
     """ASGI middleware in front of a Gradio page.
 
-    A request must name ``host`` or this machine as its host: another site's name could also resolve to this address
-    (DNS rebinding).
+    A request must name ``host`` or this machine as its host, because another site's name could also resolve to this
+    address (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, page: Any, host: str) -> None:
@@ -340,7 +340,7 @@ class AccessFilter:
         return None
 
     def _refused_entry(self, body: bytes) -> str | None:
-        """Return why a body is not valid input. Valid input is one plain value for each input of the event."""
+        """Return why a body is not valid input; valid input has one plain value for each input of the event."""
         if len(body) > _LONGEST_REQUEST:
             return f"the request is longer than {_LONGEST_REQUEST} bytes: shorten the prompt"
         try:
@@ -354,7 +354,7 @@ class AccessFilter:
     def _is_known(self, host: str) -> bool:
         try:
             name = urlsplit(f"//{host}").hostname or ""
-            return name in self.names or (self.everywhere and bool(ip_address(name)))  # not another site's name
+            return name in self.names or (self.everywhere and bool(ip_address(name)))  # never the name of another site
         except ValueError:
             return False
 
@@ -373,7 +373,7 @@ def launch(page: gr.Blocks, host: str, port: int) -> str:
         footer_links=[],
         theme=theme,
         app_kwargs={"middleware": [Middleware(AccessFilter, page=page, host=host)]},
-        # Not as ``css``: Gradio rewrites its selectors, and the selectors in media queries then match nothing.
+        # Not passed as ``css``, because Gradio rewrites the selectors, and those in media queries then match nothing.
         head=f"<style>{(_FOLDER / 'style.css').read_text(encoding='utf-8')}</style>",
     )
     return str(address)

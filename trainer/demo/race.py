@@ -1,4 +1,4 @@
-"""Races of plain against speculative decoding of one prompt, and the form that starts one."""
+"""Races of plain against speculative decoding of one prompt, and the form that starts a race."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from decoding.speculation import named_rule
 from decoding.text import Detokenizer, Piece, Step, Tally, step_pieces
 
 AUTOMATIC = "automatic"
-"""Let `DecodingConfig` choose the rule: greedy at temperature 0, else the lossless rule that accepts most tokens."""
+"""The rule that `DecodingConfig` chooses: greedy at temperature 0, else the lossless rule that accepts most."""
 MOST_NEW_TOKENS = 2048
 LONGEST_PROMPT = 100_000
 """Longest prompt in characters."""
@@ -57,7 +57,7 @@ class Models:
         return self.drafters[name]
 
     def warm_up(self, tokens: int = 8) -> None:
-        """Decode a few tokens plainly and with each drafter; a process's first passes take longer."""
+        """Decode a few tokens plainly and with each drafter, because the first passes of a process take longer."""
         prompt, config = encode_prompt("The first", self.tokenizer, chat=True), DecodingConfig(max_new_tokens=tokens)
         for target, drafter in ((self.plain_target, None), *((self.target, each) for each in self.drafters.values())):
             Engine(target, drafter).decode(prompt, config)
@@ -96,7 +96,7 @@ class Side:
             return
         self.tally.add(step)
         self.texts.append(tuple(step_pieces(step, self._detokenizer, self._hidden)))
-        self.steps.append(step)  # last, so every visible step has its text
+        self.steps.append(step)  # set last, so that every visible step has its text
 
     def close(self) -> None:
         """End the text; free its cache and its drafter's session."""
@@ -116,18 +116,20 @@ class Ending(NamedTuple):
 
 
 class Race:
-    """A prompt decoded plainly and speculatively. The side that has used less time takes the next step.
-
-    So the page always shows both texts as if each had its own machine and the same time. Each side counts only the
-    seconds of its own steps.
+    """A prompt decoded plainly and speculatively. The side that has used less time takes the next step. The page thus
+    always shows both texts as if each had its own machine and the same time. Each side counts only the seconds of its
+    own steps.
     """
 
     def __init__(self, models: Models, engine: Engine, prompt: Sequence[int], config: DecodingConfig) -> None:
-        """Start both sides, the speculative one with ``engine`` and ``config``; UserError for a bad prompt or rule."""
+        """Start both sides, the speculative one with ``engine`` and ``config``.
+
+        Raises UserError for a bad prompt or rule.
+        """
         self.models, self.config, self.prompt = models, config, tuple(prompt)
         self.speculative = Side(engine, prompt, replace(config, trees=True))
         plain = Engine(models.plain_target, tokenizer=engine.tokenizer)
-        # Plain decoding drafts nothing, so the temperature chooses the rule.
+        # Plain decoding does not draft, so the temperature decides the rule.
         self.plain = Side(plain, prompt, replace(config, rule=None))
         self.stopped = False
         self.ending: Ending | None = None
@@ -163,7 +165,10 @@ class Race:
         self.speculative.close()
 
     def _compare(self) -> Ending:
-        """Compare the texts. In bf16 a near-tie can go either way, so check the margin at the first different token."""
+        """Compare the texts.
+
+        In bf16 a near-tie can go either way, so the margin at the first different token is checked.
+        """
         plain, mine = self.plain.tokens, self.speculative.tokens
         alike = common_length(plain, mine)
         if plain == mine and self.finished:
@@ -205,12 +210,12 @@ class Form(NamedTuple):
 
 
 def race_of(models: Models, form: Form) -> Race:
-    """Create the race that a form describes; UserError with one sentence for invalid input."""
+    """Create the race that a form describes; raise UserError with one sentence for invalid input."""
     prompt = "" if form.prompt is None else str(form.prompt)
     if not prompt.strip():
         raise UserError("the prompt is empty: write one, or choose an example")
     if len(prompt) > LONGEST_PROMPT:
-        raise UserError(f"the prompt has {len(prompt)} characters: give at most {LONGEST_PROMPT}")
+        raise UserError(f"the prompt has {len(prompt)} characters: use at most {LONGEST_PROMPT}")
     drafter = models.drafter(form.drafter)
     policy = FixedPolicy(whole("depth", form.depth, 1), whole("the tree's nodes", form.nodes, 2))
     if policy.choose(drafter.budgets, 1) == PLAIN:
@@ -227,22 +232,22 @@ def race_of(models: Models, form: Form) -> Race:
 
 
 def number_of(name: str, value: Any) -> float:
-    """Return the number that was entered in a field; UserError if it is not a finite number."""
+    """Return the number that was entered in a field; raise UserError if it is not a finite number."""
     if value is None:
-        raise UserError(f"{name} is empty: give a number")
+        raise UserError(f"{name} is empty: enter a number")
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise UserError(f"{name} is {value!s:.40}: give a number")
+        raise UserError(f"{name} is {value!s:.40}: enter a number")
     return number
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Return the whole number that was entered in a field; UserError outside its bounds."""
+    """Return the whole number that was entered in a field; raise UserError if it is outside its bounds."""
     number = number_of(name, value)
     if number != int(number) or number < least or (most is not None and number > most):
         wanted = f"a whole number from {least}" + ("" if most is None else f" to {most}")
-        raise UserError(f"{name} is {number:g}: give {wanted}")
+        raise UserError(f"{name} is {number:g}: enter {wanted}")
     return int(number)

@@ -94,7 +94,7 @@ def check_hub(environment: Mapping[str, str]) -> Finding:
 
 
 def free_bytes() -> int | None:
-    """Return the free memory of all GPUs, else of the system or container; None if unknown."""
+    """Return the free memory of all GPUs or, without a GPU, of the system or container; None if it is unknown."""
     if torch.cuda.is_available():
         return sum(torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count()))
     try:
@@ -105,7 +105,7 @@ def free_bytes() -> int | None:
     try:
         limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         fields = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no container, or one without a limit ("max")
+    except (OSError, ValueError):  # no container, or a container without a limit ("max")
         return free
     return min(free, max(0, limit - used + int(fields.get("inactive_file", 0))))  # caches are freed when needed
 

@@ -44,11 +44,11 @@ from trainer.export.companions import trained_for
 from trainer.export.server_traps import lost_in_servers
 
 SMALL = 2e9
-"""Largest size of all weights in fp32 at which models are loaded unasked."""
+"""Models are loaded without being asked if all weights in fp32 have at most this size."""
 _TOKENS = 16
 _PROMPT = "Once upon a time there was"
 _COPY = "copy the folder again from its source"
-_TRAINED_ON_IT = "give weights that were trained on this target"
+_TRAINED_ON_IT = "use weights that were trained on this target"
 
 
 class Skeleton(NamedTuple):
@@ -66,7 +66,7 @@ class Skeleton(NamedTuple):
 
 
 def attempt(check: str, work: Callable[[], Finding], remedy: str) -> Finding:
-    """Return the finding of ``work``; turn an error into a problem, with the error's remedy if it has one."""
+    """Return the finding of ``work``; an error becomes a problem, with the remedy of the error if it has one."""
     try:
         return work()
     except UserError as error:
@@ -76,7 +76,7 @@ def attempt(check: str, work: Callable[[], Finding], remedy: str) -> Finding:
 
 
 def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Finding], Skeleton | None]:
-    """Read a model without its weights; None after a problem. Raises UserError if the name does not exist."""
+    """Read a model without its weights; return None after a problem. Raises UserError if the name does not exist."""
     folder = local_folder(name, weights=False)
     built: list[Skeleton] = []
 
@@ -87,7 +87,7 @@ def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Fi
         method = quantisation(folder)
         for key, stored in weights_header(folder, _COPY).items() if any(folder.glob("*.safetensors")) else ():
             if method is not None:
-                break  # packed weights have other shapes and extra scales
+                break  # packed weights have different shapes and additional scales
             if shapes.get(key, tuple(stored.shape)) != tuple(stored.shape):
                 found = f"{key} has shape {tuple(stored.shape)}, but config.json says {shapes[key]}"
                 raise UserError(found, _COPY)
@@ -103,7 +103,7 @@ def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Fi
 
     findings = [attempt("files", lambda: _files(name, folder), _COPY)]
     if all_pass(findings):
-        findings.append(attempt("architecture", build, "give a causal LM that transformers supports"))
+        findings.append(attempt("architecture", build, "use a causal LM that transformers supports"))
     return findings, built[0] if built else None
 
 
@@ -117,7 +117,7 @@ def fitting_recipes(target: CausalLM) -> tuple[str, ...]:
 def _files(name: str, folder: Path) -> Finding:
     """Compare a model's config with the headers of its weights."""
     if not any((folder / config).is_file() for config in ("config.json", "adapter_config.json")):
-        raise UserError(f"{name} is not a model: config.json is missing", "give a complete model folder")
+        raise UserError(f"{name} is not a model: config.json is missing", "use a complete model folder")
     if (missing := _not_fetched(name, folder)) is not None:
         return missing
     if not any(folder.glob("*.safetensors")):
@@ -182,7 +182,7 @@ def check_memory(weights: Mapping[str, int], free: int | None) -> Finding:
     if free is None:
         return ok("memory", found, needed=needed)
     if needed > free:
-        return problem("memory", f"{found}; {size(free)} free", "give a smaller target, or more or larger GPUs")
+        return problem("memory", f"{found}; {size(free)} free", "use a smaller target, or more or larger GPUs")
     return ok("memory", f"{found}; {size(free)} free", needed=needed, free=free)
 
 
@@ -221,12 +221,12 @@ def check_drafter(spec: DrafterSpec, target: Skeleton, trusted: bool = False) ->
 
 
 def layout_findings(spec: DrafterSpec) -> list[Finding]:
-    """Say which layout a DSpark draft has and which servers run it as trained, by its config.json alone.
+    """Say which layout a DSpark draft has and which servers run it as it was trained, only from its config.json.
 
     Raises UserError for other drafters.
     """
     if weights_of(spec) != "dspark draft" or spec.path is None:
-        raise UserError(f"--drafter {spec} can only be checked with a target: give --target too")
+        raise UserError(f"--drafter {spec} can only be checked with a target: add --target")
     folder = local_folder(spec.path, weights=False)
 
     def layout() -> Finding:
@@ -290,7 +290,7 @@ def _eagle3(name: str, folder: Path, target: Skeleton, bytes_of: list[int]) -> F
 
 
 def _origin(folder: Path, target: Skeleton, trusted: bool, reads_target: bool) -> Finding:
-    """Compare this target with the one that the weights were trained on, by fingerprint.
+    """Compare the fingerprints of this target and of the target on which the weights were trained.
 
     ``reads_target``: the weights read the target's hidden states, so another target is a problem.
     """
@@ -305,7 +305,7 @@ def _origin(folder: Path, target: Skeleton, trusted: bool, reads_target: bool) -
     difference = f"trained on another target ({wanted}; this one is {found})"
     if reads_target:
         adapted = folder / "target"
-        remedy = f"give --target {adapted}" if adapted.is_dir() else "train them again on this target"
+        remedy = f"use --target {adapted}" if adapted.is_dir() else "train them again on this target"
         return problem("origin", f"{difference}: few drafted tokens would be accepted", remedy)
     return note("origin", f"{difference}: fewer drafted tokens are accepted", "align it with headstart realign")
 
@@ -314,7 +314,7 @@ def _origin(folder: Path, target: Skeleton, trusted: bool, reads_target: bool) -
 
 
 def check_decoding(name: str, dtype: torch.dtype, specs: Sequence[DrafterSpec], trusted: bool) -> list[Finding]:
-    """Load the models, decode a short greedy text plainly and with each drafter, and check it with plain forwards."""
+    """Load the models, decode a short greedy text plainly and with each drafter, and check it with plain passes."""
     loaded: list[tuple[CausalLM, PreTrainedTokenizerBase]] = []
 
     def decode(spec: DrafterSpec | None) -> Finding:

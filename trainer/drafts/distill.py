@@ -42,7 +42,7 @@ class TeacherSource(Protocol):
     """Source of the target's distribution: the target itself, or its logits on disk."""
 
     def read(self, batch: Batch) -> Mapping[str, Tensor] | None:
-        """Return a batch's rows from disk, on the host; None if the target must run."""
+        """Return a batch's rows from the disk, on the host; None if the target must run."""
         ...
 
     def for_batch(
@@ -51,7 +51,7 @@ class TeacherSource(Protocol):
         """Return the target's distribution at the positions whose next token is trained, row by row.
 
         ``places`` are these positions in the flattened batch; ``stored`` is the result of `read` on the batch's device.
-        Either is computed if missing.
+        Both are computed if they are missing.
         """
         ...
 
@@ -62,7 +62,7 @@ class DraftAhead(NamedTuple):
     places: Int[Tensor, " labels"]
     """Positions before the labels, in the flattened batch."""
     stored: Mapping[str, Tensor] | None = None
-    """The teacher's rows from disk, if stored."""
+    """The teacher's rows from the disk, if they are stored."""
 
 
 class OnlineTeacher:
@@ -72,7 +72,7 @@ class OnlineTeacher:
         self._target = OnlineTarget(target)
 
     def read(self, batch: Batch) -> None:
-        """Return None: nothing is stored."""
+        """Return None, because nothing is stored."""
 
     def for_batch(
         self, batch: Batch, places: Int[Tensor, " labels"] | None = None, stored: Mapping[str, Tensor] | None = None
@@ -85,7 +85,7 @@ class OnlineTeacher:
 
 
 class DraftInputs(NamedTuple):
-    """Inputs of a draft's step: the forward's inputs, and the labels with their positions."""
+    """Inputs of a draft's step: the inputs of the forward pass, and the labels with their positions."""
 
     model_inputs: Mapping[str, Any]
     places: Int[Tensor, " labels"]
@@ -99,7 +99,7 @@ class DistillTraining(nn.Module):
     """The draft with its loss."""
 
     def __init__(self, initial: InitialDraft, loss: LossSection, vocab_size: int) -> None:
-        """``vocab_size`` is the target's; the draft's further tokens are neither trained nor decoded."""
+        """``vocab_size`` is the target's; further tokens of the draft are neither trained nor decoded."""
         super().__init__()
         check_logits(initial.model, "draft")
         self.draft: PreTrainedModel = initial.model.train()

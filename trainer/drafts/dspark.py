@@ -2,10 +2,10 @@
 
 Each row has A positions, its anchors. A block follows each: the anchor's token, then masks. Slot j of anchor t is at
 position t + j; it attends to the target's states before t and to its whole block. Blocks do not see each other, so one
-forward equals A forwards of single blocks.
+forward pass equals A passes of single blocks.
 
 Each slot of a block learns the target's distribution for the token it predicts. The target has read the text up to that
-token, the draft only up to the anchor; its bias also reads the previous token.
+token. The draft has read it only up to the anchor, but its bias also reads the previous token.
 """
 
 import copy
@@ -96,7 +96,7 @@ class Labels(NamedTuple):
     """The labels of a batch. Blocks that predict the same token of a text share a place."""
 
     text: Int[Tensor, " places"]
-    """Index of the previous token in the flattened batch; the target's state there predicts the label too."""
+    """Index of the previous token in the flattened batch; the target also predicts the label from its state there."""
     places: Places
     slots: Int[Tensor, " rows"]
     """Index of the predicting slot in the flattened blocks."""
@@ -144,11 +144,11 @@ def block_inputs(batch: Batch, blocks: Blocks, slots: int, mask_token: int) -> B
 
 CONFIDENCE = "confidence"
 _TOGETHER = 128
-"""Most blocks per forward; the mask grows with the square of their slots."""
+"""Most blocks in one forward pass; the mask grows with the square of their slots."""
 
 
 class DSparkInputs(NamedTuple):
-    """Inputs of a step: the draft's forward, and the labels with the target's distribution."""
+    """Inputs of a step: those of the draft's forward pass, and the labels with the target's distribution."""
 
     states: Float[Tensor, "batch positions taps"]
     embedded: Float[Tensor, "batch slots hidden"]
@@ -220,7 +220,10 @@ class DSparkTraining(nn.Module):
         embedded: Tensor | None,
         output: Tensor | None,
     ) -> TermSums:
-        """Return the sums; ``embedded`` and ``output`` are the bias's factors. Runs in its layer's forward."""
+        """Return the sums; ``embedded`` and ``output`` are the bias's factors.
+
+        Runs in the forward pass of its layer.
+        """
         labels, depths = inputs.labels, self.draft.config.block_size
         found = fused_loss(
             hidden,
@@ -246,7 +249,7 @@ class DSparkTraining(nn.Module):
     def _unsure(
         self, hidden: Float[Tensor, "rows hidden"], before: Int[Tensor, " rows"], accepted: Float[Tensor, " rows"]
     ) -> Tensor:
-        """Return the confidence's cross entropy with the acceptance; it trains only the confidence."""
+        """Return the cross entropy of the confidence with the acceptance, which trains only the confidence."""
         logits = self.draft.sure(hidden.detach(), before)
         loss: Tensor = F.binary_cross_entropy_with_logits(logits.float(), accepted.float().clamp(0, 1), reduction="sum")
         return loss
@@ -345,7 +348,7 @@ class DSparkObjective:
 def rank_accuracies(dspark: DSpark, texts: Sequence[tuple[Sequence[int], int]]) -> list[list[float]]:
     """Return the share of labels at depth d that are the draft's rank-r token, at ``[d][r]`` (both from 0).
 
-    ``texts`` are pairs of tokens and prompt length; every new token is a root once.
+    ``texts`` are pairs of tokens and prompt length; each new token is once the root of a tree.
     """
     online = OnlineTarget(dspark.target)
     found = (each for tokens, prompt in texts for each in block_logits(dspark, online, tokens, prompt))

@@ -70,7 +70,7 @@ def _stored_draft(
     if config.markov_head_type != "vanilla":
         raise UserError(
             f"draft.init.from_model, {name}, has a {config.markov_head_type} Markov head, which cannot be trained: "
-            "give a draft with a vanilla one"
+            "use a draft with a vanilla one"
         )
     mask = None if section.mask_token is None else mask_token(tokenizer, target.vocab_size, section.mask_token)
     for key, wanted, found in (
@@ -88,12 +88,12 @@ def _stored_draft(
         if wanted not in (None, found):
             raise UserError(
                 f"draft.init.from_model, {name}, has {key} {found} and not {wanted}: change draft.dspark.{key}, or "
-                "give another draft"
+                "use another draft"
             )
     if of_draft.vocabulary is not None and config.outputs > min(of_draft.vocabulary, config.vocab_size):
         raise UserError(
             f"draft.init.from_model, {name}, writes {config.outputs} tokens, more than {of_draft.vocabulary}: "
-            "leave draft.vocabulary out to keep them, or give another draft"
+            "leave draft.vocabulary out to keep them, or use another draft"
         )
     return draft
 
@@ -101,7 +101,9 @@ def _stored_draft(
 def dspark_config(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DSparkSection, used: Collection[int] = ()
 ) -> DSparkConfig:
-    """Return the sizes of a recipe's draft; the defaults are the sizes of the target's layers. ``used`` is no mask.
+    """Return the sizes of a recipe's draft; the defaults are the sizes of the target's layers.
+
+    A token in ``used`` cannot be the mask.
 
     Attention heads have the target's width, or the next wider one for which servers have a kernel.
     """
@@ -111,7 +113,7 @@ def dspark_config(
     rope, taps = rotary_of(target), section.taps or spread_taps(target.num_layers)
     if max(taps) > target.num_layers - 2:
         raise UserError(
-            f"draft.dspark.taps is {list(taps)}, but SGLang and llama.cpp cannot read the last layer: give layers from "
+            f"draft.dspark.taps is {list(taps)}, but SGLang and llama.cpp cannot read the last layer: use layers from "
             f"0 to {target.num_layers - 2}"
         )
     scaled = rope.get("rope_type") in SCALED and section.rope_theta is None
@@ -164,7 +166,7 @@ def mask_token(
     known = tokenizer.get_vocab()
     if name is not None:
         if known.get(name, vocab_size) >= vocab_size:
-            raise UserError(f"draft.dspark.mask_token, {name!r}, is not a token of the target: give an existing token")
+            raise UserError(f"draft.dspark.mask_token, {name!r}, is not a token of the target: use an existing token")
         return int(known[name])
     used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, *used}
     added: dict[int, Any] = tokenizer.added_tokens_decoder
@@ -185,7 +187,7 @@ def mask_token(
 
 
 _QUIET = 0.3
-"""First weights of the last norm of a draft whose bias is fitted: logits of untrained layers would drown the bias."""
+"""First weights of the last norm of a draft whose bias is fitted: logits of untrained layers would hide the bias."""
 
 
 @torch.no_grad()

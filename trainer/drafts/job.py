@@ -43,7 +43,7 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
         initial = initial_dspark(target.model, target.tokenizer, section, examples)
         say_coverage(process, "the draft", examples, initial.output_tokens)
         fits = begins and section.dspark.fit_tokens and section.init.from_model is None and initial.markov is not None
-        if fits and (online := OnlineTarget(target.model)).transform is None:  # else a regression is off by a scale
+        if fits and (online := OnlineTarget(target.model)).transform is None:  # else a regression has a wrong scale
             process.say(
                 f"the draft's bias starts as a regression on up to {section.dspark.fit_tokens:,} tokens "
                 "(draft.dspark.fit_tokens)"

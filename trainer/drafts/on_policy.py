@@ -61,7 +61,10 @@ class GeneratedText(NamedTuple):
         return self.tokens[self.prompt_length :]
 
     def example(self, trains: LoopTrains) -> Example:
-        """Return the text as a training example; it trains no token if only rejected ones count and none was."""
+        """Return the text as a training example.
+
+        If only rejected tokens count and none was rejected, no token is trained.
+        """
         everything = range(self.prompt_length, len(self.tokens))
         trained = set(everything if trains == "all" else self.rejected)
         return Example(self.tokens, tuple(index in trained for index in range(len(self.tokens))), self.prompt_length)
@@ -132,7 +135,7 @@ class WindowFiles:
         self._tokenizer, self._kept_steps = tokenizer, kept_steps
 
     def write(self, done: int, texts: Iterable[GeneratedText]) -> None:
-        """Write this process's texts, whole or not at all."""
+        """Write this process's texts to a file that appears whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.process.is_first:
             self._remove_others(done)
@@ -157,7 +160,7 @@ class WindowFiles:
                 texts += [_read_row(json.loads(line)) for line in path.read_text().splitlines()]
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(
-                    f"{path} is damaged ({error!r}): remove the checkpoints after step {done}, or give another output"
+                    f"{path} is damaged ({error!r}): remove the checkpoints after step {done}, or use another output"
                 ) from error
         return texts
 
@@ -261,7 +264,7 @@ class PolicySource:
         if missing := wanted - texts.keys():
             raise UserError(
                 f"{len(missing)} texts generated after step {window} are missing from {self._files.folder}: restore "
-                f"them, remove the checkpoints after step {window}, or give another output"
+                f"them, remove the checkpoints after step {window}, or use another output"
             )
         return texts
 

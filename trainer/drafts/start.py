@@ -51,12 +51,11 @@ def initial_draft(
     longest: int = 0,
 ) -> InitialDraft:
     """Make a recipe's draft, with its vocabulary trimmed to the most frequent tokens in the answers if asked.
-
-    ``longest`` is the longest text that it will read. Raises UserError for a draft that does not fit: another
+    ``longest`` is the longest text that the draft will read. Raises UserError for a draft that does not fit: another
     tokenizer, too small a context or vocabulary, missing layers, or an invalid config.
     """
     init = section.init
-    if init.from_model is None and getattr(target.model, "_is_stateful", False):  # some of its layers may not build
+    if init.from_model is None and getattr(target.model, "_is_stateful", False):  # some of these layers may not build
         raise UserError(_no_draft(target))
     model = _started(target, tokenizer, init, trust_remote_code)
     model.to(target.device, torch.float32)  # type: ignore[arg-type]  # transformers' stubs
@@ -94,11 +93,11 @@ def _started(
         if dspark_folder(init.from_model) is not None:
             raise UserError(
                 f"draft.init.from_model, {init.from_model}, is a DSpark draft: add draft.dspark, as in "
-                "recipes/any/dspark.yaml, or give another draft"
+                "recipes/any/dspark.yaml, or use another draft"
             )
         check_same_tokenizer(tokenizer, load_tokenizer(init.from_model, trust_remote_code))
         model = load_model(init.from_model, torch.float32, target.device, trust_remote_code)
-        remedy = "give an earlier checkpoint of it, or another draft"
+        remedy = "use an earlier checkpoint of it, or another draft"
         check_finite(dict(model.named_parameters()), f"draft.init.from_model, {init.from_model},", remedy)
         return model
     if init.from_config is not None:
@@ -126,8 +125,8 @@ def draft_from_target(
 ) -> PreTrainedModel:
     """Make a model of some of the target's layers, in the target's dtype on the CPU.
 
-    ``layers`` lists them in order, negative numbers counting from the end; or gives their number, evenly spaced from
-    the first to the last (1: the first).
+    ``layers`` lists them in order, negative numbers counting from the end; or is their number, evenly spaced from the
+    first to the last (1: the first).
     """
     if getattr(target, "hf_quantizer", None) is not None:
         raise UserError(
@@ -163,17 +162,17 @@ def _chosen_layers(layers: int | Sequence[int], total: int) -> list[int]:
     else:
         kept = [layer + total if layer < 0 else layer for layer in layers]
     if not kept or min(kept) < 0 or max(kept) >= total:
-        raise UserError(f"draft.init.from_target.layers is {layers}: give some of the target's layers 0 to {total - 1}")
+        raise UserError(f"draft.init.from_target.layers is {layers}: use some of the target's layers 0 to {total - 1}")
     return kept
 
 
 def _evenly_spaced(count: int, total: int) -> list[int]:
-    """Return ``count`` evenly spaced numbers from 0 to total - 1, both included; for one, 0."""
+    """Return ``count`` evenly spaced numbers from 0 to total - 1, including both; if ``count`` is 1, return 0."""
     return [(2 * index * (total - 1) + count - 1) // (2 * (count - 1)) if count > 1 else 0 for index in range(count)]
 
 
 def _set_layers(config: PreTrainedConfig, kept: Sequence[int]) -> None:
-    """Keep these layers in a config, also in ``layer_types`` and other lists with an entry per layer."""
+    """Keep these layers in a config, in its ``layer_types`` and in other lists with an entry per layer."""
     total = config.num_hidden_layers
     config.num_hidden_layers = len(kept)
     for name, value in config.to_dict().items():
@@ -253,12 +252,12 @@ def check_reads(draft: CausalLM, target: CausalLM, key: str, examples: Sequence[
     if draft.max_positions is not None and draft.max_positions < longest:
         raise UserError(
             f"the draft from {key} reads at most {draft.max_positions} tokens, but texts here have up to {longest}: "
-            "lower data.max_length and evaluation.max_new_tokens, or give another draft"
+            "lower data.max_length and evaluation.max_new_tokens, or use another draft"
         )
     if draft.vocab_size < target.vocab_size:  # models of one family may pad to different sizes
         largest = max(int(example.tokens.max()) for example in examples)
         if largest >= draft.vocab_size:
             raise UserError(
                 f"the draft from {key} knows tokens 0 to {draft.vocab_size - 1}, but the training data contains "
-                f"{largest}: give a draft with the target's vocabulary"
+                f"{largest}: use a draft with the target's vocabulary"
             )

@@ -60,9 +60,9 @@ class CardFigures(NamedTuple):
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """Read a report by `headstart evaluate`; `UserError` if it is missing or lacks labelled rows of figures."""
+    """Read a report by `headstart evaluate`; raise `UserError` if it is missing or has no labelled rows of figures."""
     if not path.is_file():
-        raise UserError(f"the report {path} does not exist: give the report.json that `headstart evaluate` wrote")
+        raise UserError(f"the report {path} does not exist: use the report.json that `headstart evaluate` wrote")
     report = read_object(path, _REMEDY)
     rows = report.get("rows")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
@@ -75,12 +75,12 @@ def read_report(path: Path) -> dict[str, Any]:
 def read_own_report(path: Path, source: Path) -> dict[str, Any]:
     """Read a report, keeping the rows of the weights in ``source`` and of methods that need no weights.
 
-    `UserError` unless the report measured these weights on the target that they were trained for.
+    Raises `UserError` unless the report measured these weights on the target that they were trained for.
     """
     report, kind = read_report(path), "heads" if kind_held_in(source) == HEADS else "draft"
     found, specs, mine = report.get("fingerprints"), report.get("drafters"), stored_fingerprint(source)
     if not isinstance(found, dict) or not isinstance(specs, dict):
-        raise UserError(f"{path} does not record the fingerprints of what it measured: {_REMEDY}")
+        raise UserError(f"{path} does not record the fingerprints of the weights that it measured: {_REMEDY}")
     names = {name for name, spec in specs.items() if found.get(spec) == mine}
     own = [row for row in report["rows"] if row.get("artefact") == kind and row.get("drafter") in names]
     if not own:
@@ -128,7 +128,7 @@ def card_figures(content: dict[str, Any], chains: bool) -> CardFigures:
 
 
 def _speeds(row: ReportRow) -> tuple[float, float]:
-    """Return a row's speed-up and the low end of its interval; infinity if it was not measured."""
+    """Return the speed-up of a row, and the low end of its interval (infinity if it was not measured)."""
     found = row.speedup_of_totals or Figure(None)
     return math.inf if found.value is None else found.value, math.inf if found.low is None else found.low
 

@@ -23,7 +23,7 @@ from trainer.heads.medusa2 import TARGET_FOLDER
 
 PROVENANCE_NAME, REPORT_NAME = "provenance.json", "report.json"
 UNKNOWN_TARGET = "TARGET"
-"""Placeholder for the target in commands if neither its folder nor its Hub id is known."""
+"""Placeholder for the target in commands, used if neither its folder nor its Hub id is known."""
 USUAL_DRAFT_TOKENS = 4
 """Depth of a draft's chain if neither its provenance nor a plan records one."""
 _COPIED = (".safetensors", ".json", ".jinja", ".txt", ".model")
@@ -37,9 +37,8 @@ Provenance = dict[str, Any]
 
 
 def read_provenance(source: Path) -> Provenance | None:
-    """Read ``provenance.json`` next to the weights; None if the file is missing.
-
-    `UserError` unless it is a JSON object and each of the keys `_OBJECTS` is absent, empty or an object.
+    """Read ``provenance.json`` next to the weights; None if the file is missing. Raises `UserError` unless it is a JSON
+    object and each of the keys `_OBJECTS` is absent, empty or an object.
     """
     path = source / PROVENANCE_NAME
     if not path.is_file():
@@ -54,12 +53,12 @@ def read_provenance(source: Path) -> Provenance | None:
 
 
 def is_adapted(stored: Provenance | None) -> bool:
-    """Return True if the target was trained too; the artefact then needs the adapted target next to it."""
+    """Return True if the target was also trained; then the adapted target must be next to the artefact."""
     return stored is not None and stored["recipe"].get("adapters") is not None
 
 
 def target_name(stored: Provenance | None) -> str:
-    """Return the target's name without local folders: a Hub id, with its GGUF file's, or the last part of a path."""
+    """Return the target's name without local folders: a Hub id (with a GGUF file), or the last part of a path."""
     held: Provenance = stored or {"target": {}, "recipe": {}}
     name = str(held["target"].get("name") or held["recipe"].get("target") or UNKNOWN_TARGET)
     return name if is_hub_id(hub_repository(name)) else one_line(without_local_paths(basename(name))) or UNKNOWN_TARGET
@@ -131,7 +130,7 @@ class ServingPlan:
 
 
 def read_serving_plan(path: Path, source: Path) -> ServingPlan:
-    """Read the part of a plan that concerns the weights in ``source``; UserError if the plan used other weights."""
+    """Read the part of a plan that concerns the weights in ``source``. Raises UserError if it used others."""
     plan = read_plan(path)
     drafter = plan.drafter_of(stored_fingerprint(source))
     tree = plan.best_of(drafter["drafter"])["best"]["tree"]
@@ -151,7 +150,7 @@ def read_serving_plan(path: Path, source: Path) -> ServingPlan:
 def copy_target(source: Path, folder: Path) -> str:
     """Copy the adapted target of the heads in ``source`` to ``folder`` and compare the copy; return a sentence.
 
-    UserError for files that read back differently.
+    Raises UserError for files that read back differently.
     """
     source, folder = source / TARGET_FOLDER, folder / TARGET_FOLDER
     folder.mkdir()

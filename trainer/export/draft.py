@@ -24,8 +24,8 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     source, folder = task.source, task.folder
     model, tokenizer = _load(source)
     if hasattr(model.config, "auto_map"):
-        del model.config.auto_map  # refers to code that is not exported
-    check_finite(dict(model.named_parameters()), f"{source}", "give an earlier checkpoint, or train the draft again")
+        del model.config.auto_map  # it refers to code that is not exported
+    check_finite(dict(model.named_parameters()), f"{source}", "use an earlier checkpoint, or train the draft again")
     write_model(model, tokenizer, folder)
     if (output_tokens := read_output_tokens(model, str(source))) is not None:
         write_output_tokens(folder, output_tokens)

@@ -35,7 +35,7 @@ class ExportSummary:
     files: dict[str, int]
     compared: tuple[str, ...]
     commands: tuple[ServerCommand, ...]
-    """Commands that start the servers accepting the folder."""
+    """Commands that start the servers that accept the folder."""
 
     def __str__(self) -> str:
         """Return lines for a terminal."""
@@ -63,9 +63,9 @@ def export(
 ) -> ExportSummary:
     """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
 
-    ``source``: a run's folder, its ``final`` folder or one of its checkpoints. A run that was stopped gives its newest
-    checkpoint. ``quickstart`` exports the embedded target, for servers that run a draft for it.
-    ``report``: a ``report.json``; the card shows its figures.
+    ``source``: a run's folder, its ``final`` folder or one of its checkpoints. For a run that was stopped, the newest
+    checkpoint is exported. ``quickstart`` exports the embedded target, for servers that run a draft for it. ``report``:
+    a ``report.json``; the card shows its figures.
     ``plan``: a ``plan.json``. The formats headstart and dspark store its tree; the servers' commands use its depths by
     batch size.
     ``target``: the model that the artefact drafts for, if it differs from the recorded one.
@@ -82,9 +82,9 @@ def export(
     """
     source, destination = Path(source), Path(destination)
     if format not in FORMATS:
-        raise UserError(f"format is {format!r}: give one of {', '.join(FORMATS)}")
+        raise UserError(f"format is {format!r}: use one of {', '.join(FORMATS)}")
     if prompts not in (None, NO_PROMPTS) and not Path(prompts).is_file():
-        raise UserError(f"the file {prompts} does not exist: give a .jsonl file with one prompt per line as --prompts")
+        raise UserError(f"the file {prompts} does not exist: use a .jsonl file with one prompt per line as --prompts")
     _check_destination(artefact_folder(source), destination)
     with opened(source, destination, trust_remote_code) as (source, made):
         check_format(source, format, type)
@@ -154,8 +154,8 @@ def _write(task: ExportTask, request: _Request) -> tuple[Artefact, tuple[str, ..
 def _check_destination(source: Path, destination: Path) -> None:
     """Reject a destination that is the source, contains it, is not a folder, or is not empty."""
     if destination.resolve() in (source.resolve(), *source.resolve().parents):
-        raise UserError(f"the destination {destination} is or contains the source {source}: give another folder")
+        raise UserError(f"the destination {destination} is or contains the source {source}: use another folder")
     if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
-        raise UserError(f"the destination {destination} is not a folder: give another path")
+        raise UserError(f"the destination {destination} is not a folder: use another path")
     if destination.is_dir() and any(destination.iterdir()):
-        raise UserError(f"the destination {destination} is not empty: remove it, or give another folder")
+        raise UserError(f"the destination {destination} is not empty: remove it, or use another folder")

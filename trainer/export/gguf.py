@@ -1,7 +1,7 @@
 """Export of a draft, or any causal LM, as one GGUF file for llama.cpp and programs built on it.
 
-llama.cpp ignores settings that it has no key for. So this module writes only settings with a key, and rejects a model
-with any other setting that changes the logits.
+llama.cpp ignores settings for which it has no key. Therefore this module writes only settings with a key, and rejects a
+model with any other setting that changes the logits.
 """
 
 import io
@@ -60,7 +60,7 @@ _TORCH = {
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
 _VALUES = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING}
-"""llama.cpp reads integers as unsigned."""
+"""llama.cpp reads integers as unsigned numbers."""
 _UNREAD = ("attention_bias", "mlp_bias", "head_dim", "rope_parameters")
 """Settings that transformers' GGUF reader misses: llama.cpp takes them from the tensors or from other keys."""
 _AGAIN = "export again, and check the disk if it happens twice"
@@ -70,13 +70,13 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     """Write a model's GGUF file, read it back and compare.
 
     A trimmed draft gets a full lm_head that drafts the same tokens; a DSpark draft gets its target's tokenizer.
-    UserError for a model or a tokenizer that llama.cpp would interpret differently.
+    Raises UserError for a model or a tokenizer that llama.cpp would interpret differently.
     """
     if kind_held_in(task.source) == DSPARK:
         return _write_dspark(task)
     name, remarks = str(task.source), []
     model = load_model(name, "auto", torch.device("cpu"), task.trust_remote_code)
-    check_finite(dict(model.named_parameters()), name, "give an earlier checkpoint, or train the model again")
+    check_finite(dict(model.named_parameters()), name, "use an earlier checkpoint, or train the model again")
     if (tokens := read_output_tokens(model, name)) is not None:
         model = with_filled_vocabulary(trimmed_vocabulary(model, tokens))
         remarks.append(
@@ -101,16 +101,16 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
 
 
 def _write_dspark(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
-    """Write a DSpark draft's file. UserError if the target cannot be read or does not fit the draft."""
+    """Write a DSpark draft's file. Raises UserError if the target cannot be read or does not fit the draft."""
     if task.target is None:
-        raise UserError(f"{task.source} does not name its target, and a GGUF file needs its tokenizer: give --target")
+        raise UserError(f"{task.source} does not name its target, and a GGUF file needs its tokenizer: use --target")
     draft, trusted = stored_draft(task.source), task.trust_remote_code
     try:
         model = model_without_weights(local_folder(task.target, weights=False), torch.float32, trusted)
         target, tokenizer = CausalLM(model), load_tokenizer(task.target, trusted)
     except UNREADABLE as error:
         raise UserError(
-            f"the file needs the tokenizer of the target {task.target}, which cannot be read ({reason(error)}): give "
+            f"the file needs the tokenizer of the target {task.target}, which cannot be read ({reason(error)}): use "
             "the target as --target"
         ) from error
     draft.config.check_fits(target)
@@ -231,7 +231,7 @@ def compare_file(
 
     Returns the number of tensors, the number of tensors with rounded weights, and the largest change of a weight.
     Float types must hold the rounded weights bit for bit. q8_0 stores 32 weights as integers from -127 to 127 times one
-    f16 scale. There the error may reach half a step plus the error from rounding the scale.
+    f16 scale. For q8_0 the error may reach half a step plus the rounding error of the scale.
     """
     reader = GGUFReader(path)
     for key, value in metadata.items():
@@ -288,5 +288,5 @@ def _packed(tensor: Tensor, kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:
         return quants.quantize(tensor.float().contiguous().numpy(), kind)
     rounded = tensor.to(_TORCH[kind])
     if not bool(torch.isfinite(rounded).all()):
-        raise UserError(f"a weight of {float(tensor.abs().max()):.3g} is outside f16's range: give type bf16 or f32")
+        raise UserError(f"a weight of {float(tensor.abs().max()):.3g} is outside f16's range: use type bf16 or f32")
     return rounded.contiguous().view(torch.uint8).numpy()

@@ -36,7 +36,7 @@ _OTHER_PROGRAM = "serve it with a program that reads transformers folders, such 
 
 
 def metadata_of(model: PreTrainedModel) -> dict[str, Any]:
-    """Return GGUF's keys for the model's sizes and rotary embeddings; UserError if llama.cpp would misread it."""
+    """Return GGUF's keys for the model's sizes and rotary embeddings; raise UserError if llama.cpp would misread it."""
     config = model.config
     if config.model_type not in ARCHITECTURES:
         raise UserError(
@@ -51,7 +51,7 @@ def metadata_of(model: PreTrainedModel) -> dict[str, Any]:
             f"sliding_window to null and max_position_embeddings to at most {window}"
         )
     if getattr(config, "quantization_config", None) is not None:
-        raise UserError("the model is quantised: give the folder of the unquantised model, with --type q8_0")
+        raise UserError("the model is quantised: use the folder of the unquantised model, with --type q8_0")
     return _keys(
         MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type]], config, _rope(config.rope_parameters, config.model_type)
     )
@@ -78,8 +78,7 @@ def _keys(architecture: str, config: PreTrainedConfig | DSparkConfig, others: Ma
 
 def dspark_metadata(config: DSparkConfig) -> dict[str, Any]:
     """Return GGUF's keys for a DSpark or DFlash draft. llama.cpp numbers the inputs of layers, not their outputs.
-
-    UserError if only some layers are causal, because llama.cpp has one flag for all.
+    Raises UserError if only some layers are causal, because llama.cpp has one flag for all.
     """
     causal = {sight.causal for sight in config.sights}
     if len(causal) > 1:

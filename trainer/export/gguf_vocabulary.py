@@ -1,4 +1,4 @@
-"""A tokenizer as GGUF metadata, for llama.cpp to split texts as the model's tokenizer does.
+"""A tokenizer as GGUF metadata, with which llama.cpp splits texts as the model's tokenizer does.
 
 llama.cpp has its own splitting code. It picks a byte-level BPE by the name of its pre-tokenizer; a sentencepiece-like
 BPE merges by scores. A tokenizer that llama.cpp would not reproduce is rejected: the file would load, but texts would
@@ -51,8 +51,8 @@ def vocabulary_of(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return a tokenizer's metadata and remarks for the user.
 
-    ``size``: rows of the model's embeddings. ``ends``: ids of the tokens that end a text. UserError for a tokenizer
-    that llama.cpp would not reproduce.
+    ``size``: rows of the model's embeddings. ``ends``: ids of the tokens that end a text. Raises UserError for a
+    tokenizer that llama.cpp would not reproduce.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -78,7 +78,7 @@ def vocabulary_of(
 def _chat_templates(own: str | Mapping[str, str] | None) -> dict[str, Any]:
     """Return the keys of a tokenizer's chat templates, named as by llama.cpp's converter.
 
-    Plain readers of Jinja do not know generation marks: `if` statements that do nothing take their places.
+    Plain readers of Jinja do not know generation marks, so the marks are replaced by `if` statements that do nothing.
     """
     templates = {"default": own} if isinstance(own, str) else own or {}
     names = {name: re.sub(r"[^a-zA-Z0-9]", "_", name) for name in templates if name != "default"}
@@ -163,8 +163,8 @@ def _merges(stored: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _sentencepiece(stored: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the keys of a BPE with byte fallback, for the sentencepiece code of llama.cpp, and remarks.
 
-    That code merges any two neighbours that together spell a token, highest score first. So every such pair must be
-    among the tokenizer's merges, and all pairs that spell the same token must be consecutive.
+    That code merges any two neighbours that together spell a token, highest score first. Therefore every such pair must
+    be among the tokenizer's merges, and all pairs that spell the same token must be consecutive.
     """
     prefix, remarks = _space_prefix(stored)
     scores: dict[str, float] = {}

@@ -1,10 +1,10 @@
-"""Proof that exported files equal the trained weights: compare every bit, and decode prompts with both.
+"""Proof that exported files equal the trained weights: compares every bit, and decodes prompts with both.
 
 Each format's module has ``readers(task, target)``. It returns pairs of functions: one loads the trained weights, the
 other loads the exported files alone. The two drafters draft the same chain or tree; only one is in memory at a time.
 For formats that round weights only the texts must match, and the tokens per target pass of both are reported.
 
-The target runs in fp32. There a text does not depend on the number of tokens per pass, and bit-equal weights draft
+The target runs in fp32. In fp32 a text does not depend on the number of tokens per pass, and bit-equal weights draft
 equal tokens.
 """
 
@@ -86,7 +86,10 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 class _NotHere(Exception):
-    """Why this machine cannot decode prompts with the export, with a remedy; the export itself may be fine."""
+    """The reason why this machine cannot decode prompts with the export, with a remedy.
+
+    The export may still be fine.
+    """
 
 
 class _Prompts(NamedTuple):
@@ -100,7 +103,7 @@ class _Prompts(NamedTuple):
 def _read_target(name: str | None, given: bool, trusted: bool) -> tuple[CausalLM, PreTrainedTokenizerBase]:
     """Load a target in fp32. `_NotHere` if it is unknown, or if the user has not ``given`` it and it is not on disk."""
     if name is None:
-        raise _NotHere("the target of these weights is not recorded; if they have one, give it as --target")
+        raise _NotHere("the target of these weights is not recorded; if they have one, pass it as --target")
     try:
         with only_cached(not given):
             model = CausalLM(load_model(name, torch.float32, default_device(), trusted))
@@ -108,7 +111,7 @@ def _read_target(name: str | None, given: bool, trusted: bool) -> tuple[CausalLM
     except UserError as error:
         if given:
             raise
-        raise _NotHere(f"the target {name} cannot be loaded here ({error}); give it as --target") from error
+        raise _NotHere(f"the target {name} cannot be loaded here ({error}); pass it as --target") from error
 
 
 def _read_prompts(
@@ -123,7 +126,7 @@ def _read_prompts(
     if prompts is not None:
         found = read_heldout(prompts, None, PROMPTS, tokenizer, longest, _NEW_TOKENS)
         return _Prompts(prompts.name, [tokens for _, tokens in found], _NEW_TOKENS)
-    remedy = "give a .jsonl file of prompts as --prompts"
+    remedy = "use a .jsonl file of prompts as --prompts"
     stored = read_provenance(source)
     if stored is None or not stored["recipe"]:
         raise _NotHere(f"the held-out prompts of the training run are not recorded; {remedy}")
@@ -181,7 +184,7 @@ def _compared(
     own_target: bool,
     rounded: bool,
 ) -> str:
-    """Compare one pair of drafters and return the sentence; UserError if they differ."""
+    """Compare one pair of drafters and return the sentence; raise UserError if they differ."""
     drafter = trained()
     longest = min(filter(None, (model.max_positions, drafter.max_positions)), default=None)
     asked = _read_prompts(task.source, prompts, tokenizer, longest)
@@ -206,7 +209,7 @@ def _compared(
 
 
 def _read_with(model: CausalLM, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, prompts: _Prompts) -> _Reading:
-    """Decode prompts with and without a drafter; UserError for a text that is not the target's own."""
+    """Decode prompts with and without a drafter; raise UserError for a text that is not the target's own."""
     config = DecodingConfig(prompts.max_new_tokens, eos_token_ids=eos_token_ids(model.model, tokenizer))
     plain, decoded = (Engine(model, each).decode(prompts.tokens, config, batch_size=10) for each in (None, drafter))
     for index, (text, own) in enumerate(zip(decoded, plain, strict=True)):

@@ -42,9 +42,9 @@ class ServerCommand:
     server: str
     argv: tuple[str, ...]
     notes: tuple[str, ...] = ()
-    """Sentences on its depth, what it leaves out, and the version that it was tried with."""
+    """Sentences on the depth, on what the command leaves out, and on the version with which it was tried."""
     warnings: tuple[str, ...] = ()
-    """Sentences on the server's traps that apply to this folder."""
+    """Sentences on the traps of the server that apply to this folder."""
 
     @property
     def shell(self) -> str:
@@ -93,13 +93,13 @@ class Serving:
             folder = local_folder(folder)
         if not (folder / "config.json").is_file():
             return {}
-        config = read_object(folder / "config.json", "give another target")
+        config = read_object(folder / "config.json", "use another target")
         text = config.get("text_config")
         return text if isinstance(text, dict) else config
 
     @property
     def tokens(self) -> int:
-        """The tokens to draft at a time: the plan's for batch size 1, else all of one pass, else as trained."""
+        """The tokens to draft at a time: as planned for batch size 1, or all tokens of a pass, or as in training."""
         if self.plan is not None and self.plan.deepest:
             return self.plan.schedule[0][2] or self.plan.deepest
         return self.artefact.heads or self.artefact.at_once or chain_length(self.folder)
@@ -122,7 +122,7 @@ def commands_of(serving: Serving) -> tuple[ServerCommand, ...]:
     config = serving.config
     reads_last = (config.get("num_target_layers") or 0) - 1 in config.get("target_layer_ids", ())
     if _sglang in found and (reads_last or config.get("draft_vocab_size") is not None):
-        found.remove(_sglang)  # it reads no d2t, so it would write other tokens, and no state after the last layer
+        found.remove(_sglang)  # it reads neither d2t, so it would write other tokens, nor the last layer's state
     return tuple(write(serving) for write in found)
 
 
@@ -179,7 +179,7 @@ def _vllm_heads(serving: Serving) -> ServerCommand:
 
 
 def _llama_cpp(serving: Serving) -> ServerCommand:
-    """Return `llama-server` with a draft; its target must be a GGUF file too."""
+    """Return `llama-server` with a draft; its target must also be a GGUF file."""
     target = serving.target_words[0]
     file = target if is_gguf(target) else f"{Path(target).name}.gguf"
     on_hub = hub_name(file)
@@ -269,9 +269,9 @@ def _warnings(serving: Serving) -> Iterator[str]:
     """Yield the warnings that concern every server: on the target, the plan and the draft's config."""
     name = serving.target_words[0]
     if serving.shown_target is None and serving.target is None:
-        yield "the folder does not name its target: give it as --target"
+        yield "the folder does not name its target: pass it as --target"
     elif serving.shown_target is None and not is_hub_id(hub_repository(name)) and not Path(name).exists():
-        yield f"the target {name} is neither a folder here nor ORG/NAME on the Hub: give it as --target"
+        yield f"the target {name} is neither a folder here nor ORG/NAME on the Hub: pass it as --target"
     if serving.plan is not None and serving.plan.schedule and not serving.plan.deepest:
         yield (
             f"the plan found no batch size at which a chain of these drafts pays off on {serving.plan.machine}: the "

@@ -1,6 +1,6 @@
-"""Traps: exported folders that servers load without an error but then draft with badly.
+"""Traps: exported folders that servers load without an error, but whose drafts are then bad.
 
-Those of vLLM are from version 0.32, found in its code and by running it.
+The traps of vLLM were found in the code of version 0.32 and by running it.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class Trap(NamedTuple):
 
 
 def taken_over(path: str) -> list[Trap]:
-    """Return the trap if vLLM chooses a wrong method by the folder's path, as given to the server."""
+    """Return the trap if vLLM chooses a wrong method because of the folder's path, as it is passed to the server."""
     part = next((part for part in _TAKES_OVER if part in path.lower()), None)
     if part is None:
         return []

@@ -30,7 +30,7 @@ class Format:
     library: str
     """The Hub's ``library_name``."""
     types: tuple[str, ...] = ()
-    """Number types to choose from; empty for a format that keeps the stored type."""
+    """Number types that can be chosen; empty for a format that keeps the stored type."""
 
 
 FORMATS = {
@@ -60,7 +60,7 @@ class ExportTask:
 
     @property
     def module(self) -> Any:
-        """The module of the format; UserError if a package that it needs is missing."""
+        """The module of the format; raises UserError if a package that it needs is missing."""
         try:
             return import_module(f"trainer.export.{self.format}")
         except ModuleNotFoundError as error:
@@ -85,7 +85,7 @@ class Artefact:
     markov_rank: int = 0
     """Rank of the Markov bias, which depends on the previous token; 0 if there is none."""
     at_once: int = 0
-    """Tokens that a DSpark draft drafts in one forward; 0 for any other artefact."""
+    """Number of tokens that a DSpark draft drafts in one forward pass; 0 for any other artefact."""
     rounded: bool = False
     """True if the format's number type rounds some of the weights."""
 
@@ -107,17 +107,17 @@ def kind_held_in(source: Path) -> str:
 def check_format(source: Path, format: str, type: str | None = None) -> None:
     """Reject an unknown type, a folder without weights or with links out of it, and a format unfit for the weights."""
     if not source.is_dir():
-        raise UserError(f"the folder {source} does not exist: give the folder of a training run, or its final folder")
+        raise UserError(f"the folder {source} does not exist: use the folder of a training run, or its final folder")
     for pattern, what in (("config.json", "no config.json"), ("*.safetensors", "no .safetensors file")):
         if not any(source.glob(pattern)):
-            raise UserError(f"{source} contains no weights ({what}): give the final folder of a training run")
+            raise UserError(f"{source} contains no weights ({what}): use the final folder of a training run")
     check_links(source)
     held, types = kind_held_in(source), FORMATS[format].types
     if held not in FORMATS[format].kinds:
         fitting = " or ".join(name for name, other in FORMATS.items() if held in other.kinds)
-        raise UserError(f"{source} contains {held}, but format {format!r} does not accept that: give format {fitting}")
+        raise UserError(f"{source} contains {held}, but format {format!r} does not accept that: use format {fitting}")
     if type is not None and type not in types:
-        remedy = f"give one of {', '.join(types)}" if types else "omit it; this format keeps the stored type"
+        remedy = f"use one of {', '.join(types)}" if types else "omit it; this format keeps the stored type"
         raise UserError(f"format {format!r} lacks the type {type!r}: {remedy}")
 
 
@@ -131,8 +131,8 @@ def artefact_folder(source: Path) -> Path:
 def opened(source: Path, destination: Path, trust_remote_code: bool = False) -> Iterator[tuple[Path, tuple[str, ...]]]:
     """Yield the folder with the weights of a run, a checkpoint or ``quickstart``, and sentences on its preparation.
 
-    A checkpoint is first turned into an artefact in a temporary folder next to ``destination``. A run without a
-    ``final`` folder gives its newest checkpoint. Errors: `trainer.run.train.consolidate`.
+    A checkpoint is first turned into an artefact in a temporary folder next to ``destination``. For a run without a
+    ``final`` folder, it is the newest checkpoint. Errors: `trainer.run.train.consolidate`.
     """
     folder = local_folder(source) if is_gguf(source) or is_embedded(source) else artefact_folder(source)
     checkpoint = None if (folder / "config.json").is_file() or not folder.is_dir() else _checkpoint_in(folder)
@@ -147,7 +147,7 @@ def opened(source: Path, destination: Path, trust_remote_code: bool = False) -> 
 
 
 def _checkpoint_in(folder: Path) -> Path | None:
-    """Return the folder if it is a checkpoint, else the newest checkpoint of its run; None if there is none."""
+    """Return the folder if it is a checkpoint, otherwise the newest checkpoint of its run; None if there is none."""
     from trainer.run.checkpoint import newest_checkpoint
 
     return newest_checkpoint(folder) or newest_checkpoint(folder / "checkpoints")

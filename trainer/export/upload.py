@@ -58,16 +58,16 @@ def push(
 ) -> PushSummary:
     """Upload an exported folder to the model repository ORG/NAME in one commit; create a missing repository.
 
-    A new repository is private unless ``public``. An existing repository with the other visibility is rejected, to
-    publish nothing by accident. ``revision``: a branch, created if missing; by default ``main``. With ``pull_request``
-    the commit becomes a pull request. Files that the upload does not replace are kept.
+    A new repository is private unless ``public``. An existing repository with the other visibility is rejected, so that
+    nothing is published by accident. ``revision``: a branch, which is created if it is missing; by default ``main``.
+    With ``pull_request`` the commit becomes a pull request. Files that the upload does not replace are kept.
 
     `UserError`, always one sentence, if the folder is not an export, or if a file is a pickle or contains the token.
     Also if the token is missing, the repository id is malformed, or the Hub rejects the upload or cannot be reached.
     """
     folder = Path(folder)
     if pull_request and revision is not None:
-        raise UserError(f"a pull request goes to main, but revision is {revision!r}: give only one of these options")
+        raise UserError(f"a pull request goes to main, but revision is {revision!r}: use only one of these options")
     if TAG not in (card_data(folder / CARD_NAME).get("tags") or ()):
         raise UserError(f"headstart export did not write {folder}: export first, then push the exported folder")
     token = _check_access(repository)
@@ -104,7 +104,7 @@ def card_data(path: Path) -> Any:
 
 
 def _check_visibility(api: HfApi, repository: str, public: bool) -> None:
-    """Create the repository if it is missing; UserError if it exists with the other visibility."""
+    """Create the repository if it is missing; raise UserError if it exists with the other visibility."""
     if not api.repo_exists(repository):
         api.create_repo(repository, private=not public)
     elif bool(api.repo_info(repository).private) == public:
@@ -113,14 +113,14 @@ def _check_visibility(api: HfApi, repository: str, public: bool) -> None:
 
 
 def _check_access(repository: str) -> str:
-    """Return the Hub token; UserError if there is none or the repository id is malformed."""
+    """Return the Hub token; raise UserError if there is no token or the repository id is malformed."""
     try:
         validate_repo_id(repository)
         malformed = repository.count("/") != 1
     except HFValidationError:
         malformed = True
     if malformed:
-        raise UserError(f"the repository id is {repository!r}: give ORG/NAME with letters, digits, '-', '_' and '.'")
+        raise UserError(f"the repository id is {repository!r}: write ORG/NAME with letters, digits, '-', '_' and '.'")
     token = get_token()
     if not token:
         raise UserError(f"no Hub token was found: {LOG_IN}")

@@ -26,11 +26,11 @@ _FORMAT = "headstart-medusa"
 
 
 class _Step(threading.local):
-    """The states of this thread's current step: the last for which logits were computed, and the last sampled from.
+    """States of this thread's current step: those for which logits were computed last, and those sampled from last.
 
     A step computes the logits of its drafted tokens, samples, computes prompt logits if their log-probabilities are
-    wanted, and drafts. So sampling stores the states, and drafting removes them. A later step can therefore never use
-    the states of an earlier one that did not draft.
+    wanted, and drafts. Sampling therefore stores the states, and drafting removes them. A later step can therefore
+    never use the states of an earlier one that did not draft.
     """
 
     computed: Tensor | None = None
@@ -79,7 +79,7 @@ def looked_up(text: Tensor, ngram: int, count: int) -> list[int]:
     """Return up to ``count`` tokens after the latest earlier occurrence of a text's last ``ngram`` tokens.
 
     Returns nothing without an earlier occurrence, and fewer tokens if the text ends sooner. If the occurrence overlaps
-    or touches the last tokens, the text is repeating itself, and so does the result.
+    or touches the last tokens, the text repeats itself, and the result repeats it further.
     """
     if len(text) <= ngram:
         return []
@@ -94,8 +94,8 @@ def looked_up(text: Tensor, ngram: int, count: int) -> list[int]:
 class HeadsProposer:
     """Proposer of the heads' chain, or of a lookup's chain if a text's last ``ngram`` tokens occurred in it before.
 
-    vLLM builds it before loading any weights. ValueError if the folder lacks heads or their sizes differ from the
-    target's. Also if more tokens are wanted than there are heads.
+    vLLM builds it before loading any weights. Raises ValueError if the folder has no heads, if their sizes differ from
+    the target's, or if more tokens are wanted than there are heads.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -112,7 +112,7 @@ class HeadsProposer:
         for name, wanted in (("hidden_size", model.get_hidden_size()), ("vocab_size", model.get_vocab_size())):
             if config[name] != wanted:
                 raise ValueError(
-                    f"the heads in {self.folder} have {name} {config[name]}, but the target has {wanted}: give heads "
+                    f"the heads in {self.folder} have {name} {config[name]}, but the target has {wanted}: use heads "
                     "that were trained for this target"
                 )
         self.tokens: int = vllm_config.speculative_config.num_speculative_tokens
@@ -121,7 +121,7 @@ class HeadsProposer:
         depth = given.get("depth", min(self.tokens, most) if self.ngram else self.tokens)
         if depth > most:
             asked = f"{KEY}.depth" if "depth" in given else "num_speculative_tokens"
-            raise ValueError(f"{asked} is {depth} but there are {most} heads: give at most {most}")
+            raise ValueError(f"{asked} is {depth} but there are {most} heads: use at most {most}")
         self.depth: int = min(depth, self.tokens)
 
     def load_model(self, target: Any) -> None:
@@ -204,7 +204,7 @@ def _given(additional: Any) -> dict[str, Any]:
     if "heads" in held and all(type(value) is wanted.get(key) and value not in ("", 0) for key, value in held.items()):
         return held
     raise ValueError(
-        f'vLLM\'s additional_config has {KEY} {given!r}: give --additional-config \'{{"{KEY}":{{"heads":FOLDER}}}}\', '
+        f'vLLM\'s additional_config has {KEY} {given!r}: use --additional-config \'{{"{KEY}":{{"heads":FOLDER}}}}\', '
         "optionally with depth and ngram of at least 1"
     )
 
@@ -217,7 +217,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             return dict(config)
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise ValueError(f"{folder} contains no headstart heads: give a local folder that headstart export wrote")
+    raise ValueError(f"{folder} contains no headstart heads: use a local folder that headstart export wrote")
 
 
 def _read_weights(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:

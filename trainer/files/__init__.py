@@ -1,1 +1,1 @@
-"""Folders and files written whole or not at all, locks, and formats that servers misread."""
+"""Folders and files that are written whole or not at all, locks, and formats that servers misread."""

@@ -1,7 +1,7 @@
-"""Folders that appear whole or not at all, shards of a store, with checksums to detect damage; and locks of one run.
+"""Folders that appear whole or not at all, shards of a store with checksums that detect damage, and locks of a run.
 
 A shard's seal is a file with a checksum line (`sha256sum -c`), written once the shard is on disk. A killed run leaves a
-shard without a seal; it is written again. Processes writing different shards do not wait for each other.
+shard without a seal, and the shard is written again. Processes that write different shards do not wait for each other.
 """
 
 import hashlib
@@ -30,14 +30,14 @@ CHECKSUMS = "SHA256SUMS"
 
 
 def write_folder(destination: Path, write: Callable[[Path], None], sealed: bool = False) -> None:
-    """Fill a folder by ``write``; it replaces ``destination`` once it is on disk.
+    """Fill a folder by ``write``; the folder replaces ``destination`` once it is on disk.
 
     After a full disk or a kill the old folder is still there, or the next call restores it. If several processes write
-    one folder, the last wins. A ``sealed`` folder gets checksums for `check_seal`.
+    the same folder, the last one wins. A ``sealed`` folder gets checksums for `check_seal`.
     """
     temporary = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
     replaced = destination.with_name(f".{destination.name}.{os.getpid()}.replaced")
-    for left, kind in _left_by_dead(destination, ("partial", "replaced")):  # a kill may have left these
+    for left, kind in _left_by_dead(destination, ("partial", "replaced")):  # a killed process may have left these
         if kind == "replaced" and not destination.exists():
             left.rename(destination)
         else:
@@ -80,9 +80,9 @@ def read_checksums(path: Path) -> dict[str, str]:
 
 
 def check_seal(folder: Path) -> None:
-    """Raise UserError, naming the file, if a sealed folder has changed; OSError if the disk fails.
+    """Raise UserError, naming the file, if a sealed folder has changed, and OSError if the disk fails.
 
-    Reads every file in full: about a second per GB.
+    Every file is read in full, which takes about a second per GB.
     """
     try:
         sums = read_checksums(folder / CHECKSUMS)
@@ -109,7 +109,7 @@ def sha256_of(path: Path) -> str:
 def scratch_beside(destination: Path) -> Iterator[Path]:
     """Yield an empty hidden folder next to ``destination``, and remove it afterwards.
 
-    Also removes those that killed processes left for the same destination.
+    Also removes such folders that killed processes left for the same destination.
     """
     for left, _ in _left_by_dead(destination, ("scratch",)):
         shutil.rmtree(left, ignore_errors=True)
@@ -130,7 +130,7 @@ def _left_by_dead(destination: Path, kinds: Sequence[str]) -> Iterator[tuple[Pat
 
 
 def _is_running(process: int) -> bool:
-    if process == os.getpid():  # an earlier call in this process left the folder
+    if process == os.getpid():  # an earlier call in this process left the folder behind
         return False
     try:
         os.kill(process, 0)
@@ -154,11 +154,11 @@ def check_can_be_folder(path: Path, name: str) -> None:
     """Raise UserError if a file is in the way of a folder; ``name`` is the recipe's key for it."""
     in_the_way = next((place for place in (path, *path.parents) if place.is_file()), None)
     if in_the_way is not None:
-        raise UserError(f"{name} is {path}, but {in_the_way} is a file: give another folder")
+        raise UserError(f"{name} is {path}, but {in_the_way} is a file: use another folder")
 
 
 def check_links(folder: Path) -> None:
-    """Raise UserError for a link that leads out of a folder: its file would seem to belong there.
+    """Raise UserError for a link that leads out of a folder, because its file would seem to belong to the folder.
 
     Links from a snapshot in the Hub's cache to blobs of the same repository are allowed.
     """
@@ -175,18 +175,18 @@ _MADE_FROM = "made_from"
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Assignment of examples to shards: whole examples, in data order, up to ``shard_rows`` rows per shard.
+    """Assignment of examples to shards: whole examples, in data order, with up to ``shard_rows`` rows per shard.
 
     An example with more rows is alone in its shard.
     """
 
     lengths: tuple[int, ...]
-    """Rows of each example, possibly 0."""
+    """Number of rows of each example, which may be 0."""
     shard_rows: int
 
     @cached_property
     def _starts(self) -> list[int]:
-        """The number of rows before each example, then of all rows."""
+        """The number of rows before each example, followed by the number of all rows."""
         return list(accumulate(self.lengths, initial=0))
 
     @cached_property
@@ -222,7 +222,7 @@ def digest_of(content: object) -> str:
 def digest_of_each(items: Iterable[Sequence[bytes]]) -> str:
     """Return the SHA-256 of a sequence of items, each of one or more parts.
 
-    Includes the parts' lengths: different items with equally many parts never hash the same bytes.
+    The lengths of the parts are included, so different items with equally many parts never hash the same bytes.
     """
     digest = hashlib.sha256()
     for item in items:
@@ -261,7 +261,7 @@ def is_whole(path: Path, made_from: str, verify: bool) -> bool:
     """Return True for a sealed file of full size with this origin; ``verify`` also checks its checksum."""
     try:
         digest = read_checksums(_seal_of(path))[path.name]
-        with safe_open(path, framework="pt") as file:  # rejects a file of wrong size
+        with safe_open(path, framework="pt") as file:  # this rejects a file of wrong size
             if (file.metadata() or {}).get(_MADE_FROM) != made_from:
                 return False
         return not verify or digest == sha256_of(path)
@@ -325,7 +325,7 @@ def _acquired(lock: BaseFileLock, held: Path, on_wait: Callable[[str], None] | N
         except Timeout:
             if on_wait is None:
                 message = f"{held} is being written by {_holder(path)}"
-                raise UserError(message, "wait until it ends, or give another output") from None
+                raise UserError(message, "wait until it ends, or use another output") from None
             on_wait(f"waiting for {_holder(path)} to finish writing {held}")
             lock.acquire()
         since = datetime.now(UTC).isoformat(timespec="seconds")
@@ -339,12 +339,12 @@ def _acquired(lock: BaseFileLock, held: Path, on_wait: Callable[[str], None] | N
         if lock.lock_counter == 1:
             path.unlink(
                 missing_ok=True
-            )  # unlink before the release: a process that has opened this file notices and opens it again
+            )  # unlink before the release, so that a process that has opened this file notices and opens it again
         lock.release()
 
 
 def _unwritable(held: Path, error: OSError) -> OSError:
-    return OSError(f"{held} cannot be written ({error.strerror or error}): make room or give another output")
+    return OSError(f"{held} cannot be written ({error.strerror or error}): make room or use another output")
 
 
 def _holder(path: Path) -> str:

@@ -39,9 +39,9 @@ def write_model(
 ) -> None:
     """Write a model and its tokenizer as a transformers folder; ``state_dict`` replaces the model's weights.
 
-    Warns if transformers 4 would read another model than version 5.
+    Warns if transformers 4 would read a model that differs from the one of version 5.
     """
-    disable_progress_bar()  # writing is too fast for one
+    disable_progress_bar()  # writing is too fast for a progress bar
     model.save_pretrained(folder, state_dict=state_dict, max_shard_size=SHARD_BYTES)
     tokenizer.save_pretrained(folder)
     path = folder / "config.json"
@@ -56,9 +56,9 @@ def write_model(
 
 
 def config_for_both(kind: type[PreTrainedConfig], stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Add transformers 4's keys to a config.json of transformers 5 and return it.
+    """Add transformers 4's keys to a config.json of transformers 5, and return it.
 
-    Raises UserError if version 4 lacks a key for a setting, or if the new keys change what version 5 reads.
+    Raises UserError if version 4 has no key for a setting, or if the new keys change what version 5 reads.
     """
     both = _with_older_keys(stored)
     before, after = _as_read(kind, stored), _as_read(kind, both)
@@ -80,7 +80,7 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(rope, dict) or not rope:
         return {}
     keys: dict[str, Any] = {}
-    if all(isinstance(value, dict | None) for value in rope.values()):  # one per type of layer
+    if all(isinstance(value, dict | None) for value in rope.values()):  # one for each type of layer
         if family not in _LOCAL:
             raise UserError(f"they support one rotary embedding for all layers of a {family}, but it has several")
         local, rope = rope.get("sliding_attention") or {}, rope.get("full_attention") or {}

@@ -1,7 +1,7 @@
 """The Medusa-1 objective: heads on a frozen target's hidden states (2401.10774, section 2.2.1).
 
-Heads may have a bias given the previous token (`decoding.model.markov`); in training, this is the text's token. With
-soft targets a head learns the target's distribution for the token that it predicts.
+Heads may have a bias that depends on the previous token (`decoding.model.markov`); in training, this is the token of
+the text. With soft targets a head learns the target's distribution for the token that it predicts.
 """
 
 import copy
@@ -41,16 +41,19 @@ class HeadLabels(NamedTuple):
     states: tuple[Int[Tensor, " labels"], ...]
     """Indices in the flattened batch of the states from which each head predicts: see `head_places`."""
     text: Int[Tensor, " places"]
-    """Indices of the previous tokens; the target's states there predict the labels too."""
+    """Indices of the previous tokens, from whose states the target predicts the labels."""
     places: Places
     order: Int[Tensor, " rows"]
-    """Order of the rows by place, as indices into the heads' rows one head after another."""
+    """Order of the rows by place, as indices into the rows of all heads, one head after another."""
     heads: Int[Tensor, " rows"]
     """Each row's head, in that order."""
 
     @staticmethod
     def of(batch: Batch, num_heads: int) -> "HeadLabels":
-        """Call this on the host. State and label share a row, so head k's offset is k + 2 when flattened too."""
+        """Call this on the host.
+
+        State and label are in the same row, so the offset of head k is k + 2 in the flattened batch.
+        """
         states = head_places(batch, num_heads)
         text = torch.cat([places + k + 1 for k, places in enumerate(states)])
         head = torch.arange(num_heads).repeat_interleave(torch.tensor([len(places) for places in states]))
@@ -97,7 +100,7 @@ class MedusaTraining(nn.Module):
         markov = self.heads.markov
         if markov is None:
             return sums()
-        # Inside the layer's forward: a sharded weight is whole only there.
+        # Inside the layer's forward pass, because a sharded weight is whole only there.
         before = inputs.batch.tokens.flatten()[inputs.labels.text]
         found: TermSums = markov.output(markov.embedding(before), lambda *factors: sums(Bias(*factors)))
         return found
@@ -124,7 +127,7 @@ class MedusaTraining(nn.Module):
         return TermSums.of_rows(found, labels.heads, count, self._loss.soft)
 
     def _sums_apart(self, inputs: HeadInputs, scale: Tensor | None, bias: Bias | None = None) -> TermSums:
-        """Return the sums of heads with an lm_head each; ``bias`` has a row for each place."""
+        """Return the sums of heads that each have an lm_head; ``bias`` has a row for each place."""
         losses, hits = [], []
         for k, states in enumerate(inputs.labels.states):
             before = states + k + 1
@@ -166,20 +169,20 @@ def head_weights(section: HeadsSection, step: int, steps: int) -> tuple[float, .
 
 
 _LARGE = 0.5
-"""Bytes of the heads' own lm_heads over the target's from which heads share the target's lm_head by default.
+"""From this ratio of bytes, the heads' own lm_heads to the target, heads share the target's lm_head by default.
 
-Every draft reads these lm_heads, and training keeps them in fp32 with two moments. With 49,152 tokens and a target of
-135M parameters, four of them have 0.84 of its size; with 4,096 tokens and 11M parameters, 0.47.
+Every draft would read these lm_heads, and training would keep them in fp32 with two moments. With 49,152 tokens and a
+target of 135M parameters, four lm_heads have 0.84 of its size; with 4,096 tokens and 11M parameters, they have 0.47.
 """
 
 
 def with_sharing(section: HeadsSection, model: PreTrainedModel) -> tuple[HeadsSection, str]:
-    """Decide whether heads on ``model`` share its lm_head if the section leaves it open; return a sentence on that.
+    """Decide whether heads on ``model`` share its lm_head, if the section does not say; return a sentence about it.
 
-    Heads to start from keep what they have.
+    Heads from ``heads.init`` keep what they have.
     """
     weight: Tensor = model.get_output_embeddings().weight
-    # Bytes, because quantised weights are packed, and some are no parameters.
+    # Bytes are counted, because quantised weights are packed and some are not parameters.
     share = section.num_heads * weight.nbytes / model.get_memory_footprint()
     shared = section.shared_lm_head
     if shared is None:
@@ -195,7 +198,7 @@ _SHAPE = ("num_heads", "num_layers", "shared_lm_head", "markov_rank")
 def check_init(section: HeadsSection, **sizes: int) -> None:
     """Raise UserError if the heads in ``heads.init`` have another shape than the section says, or other ``sizes``.
 
-    None in the section fits any.
+    A None in the section fits any value.
     """
     if section.init is None:
         return
@@ -254,8 +257,8 @@ def start_heads(heads: MedusaHeads, start: Start, lm_head: Float[Tensor, "vocab 
 
 
 OF_FITTED = 0.05
-"""Learning rate of fitted linear maps, relative to that of other weights. A few numbers of a target's states are very
-large, so equal steps on all weights of such a map would destroy what it predicts."""
+"""Learning rate of fitted linear maps, relative to that of other weights. A few components of a target's states are
+very large, so equal steps on all weights of such a map would destroy its predictions."""
 
 
 class MedusaObjective:
@@ -315,7 +318,7 @@ class MedusaObjective:
         return named_drafter("heads", heads_for_decoding(self.heads, self._dtype))
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
-        """Fit the tree to the heads: the paths most often right on greedy texts of the target."""
+        """Fit the tree to the heads: choose the paths that are most often right on greedy texts of the target."""
         fit_tree(self.heads, target, texts(), self._section.tree_nodes)
 
     def save(self, folder: Path) -> None:
@@ -335,11 +338,11 @@ def head_places(batch: Batch, num_heads: int) -> tuple[Int[Tensor, " labels"], .
 def heads_for_decoding(heads: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:
     """Return a copy in ``dtype`` for decoding while training continues, without a second copy in fp32."""
     cast = {id(p): nn.Parameter(p.detach().to(dtype, copy=True), p.requires_grad) for p in heads.parameters()}
-    return copy.deepcopy(heads, cast).eval()  # deepcopy uses what its memo already contains
+    return copy.deepcopy(heads, cast).eval()  # deepcopy uses what its memo contains already
 
 
 def fit_tree(heads: MedusaHeads, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]], tree_nodes: int) -> None:
-    """Give the heads the best tree of ``tree_nodes`` drafted nodes, by their accuracies on these texts."""
+    """Set the heads' tree to the best one with ``tree_nodes`` drafted nodes, by their accuracies on these texts."""
     accuracies = rank_accuracies(target, heads_for_decoding(heads, target.dtype), texts)
     heads.config = replace(heads.config, tree=best_tree(accuracies, tree_nodes))
 
@@ -350,7 +353,7 @@ def rank_accuracies(
 ) -> list[list[float]]:
     """Return the share of labels that are head k's rank-r token, at ``[k][r]`` (both from 0).
 
-    The bias, if any, gets the text's previous token.
+    A bias reads the previous token of the text.
     """
     return rank_shares(_new_tokens(target, heads, texts), heads.config.num_heads)
 

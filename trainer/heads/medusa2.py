@@ -39,7 +39,7 @@ from trainer.learning.spans import span
 from trainer.recipe.heads import AdaptersSection, HeadsSection
 from trainer.target.loading import check_logits, logit_scale, logit_transform
 
-if TYPE_CHECKING:  # slow to import, and needed only here
+if TYPE_CHECKING:  # it is slow to import and needed only here
     from peft import PeftModel
 
 TARGET_FOLDER = "target"
@@ -73,7 +73,7 @@ class JointTraining(nn.Module):
         with nullcontext() if joint else span("target"), torch.set_grad_enabled(joint):
             hidden = lm_head_input(self._target, batch.model_inputs())
         losses, hits, total = run_in_lm_head(self._target, hidden, partial(self._losses, batch, labels, teacher, scale))
-        if not joint:  # data parallelism needs a gradient for every trained parameter
+        if not joint:  # data parallelism requires a gradient for every trained parameter
             still = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
             total = total + 0 * sum((p.sum() for p in still), torch.zeros((), device=losses.device))
         return TermSums(losses, hits, total)
@@ -82,7 +82,7 @@ class JointTraining(nn.Module):
     def _as_it_was(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
         """Return the hidden states of the target without adapters.
 
-        Call it inside `forward`: elsewhere FSDP2 leaves the weights sharded.
+        Call it inside `forward`, because elsewhere FSDP2 leaves the weights sharded.
         """
         with span("target"), self.model.disable_adapter():
             return lm_head_input(self._target, batch.model_inputs())
@@ -115,14 +115,14 @@ class JointTraining(nn.Module):
 
 
 class JointLabels(NamedTuple):
-    """The labels of the heads, and the indices in the flattened batch whose next token is the target's label."""
+    """The labels of the heads, and the indices in the flattened batch whose next token is a label of the target."""
 
     heads: HeadLabels
     target: Int[Tensor, " labels"]
 
 
 class Medusa2Objective:
-    """Heads and adapters on one target, with the loss Σ weight_k * loss_k plus the target's own."""
+    """Heads and adapters on one target, with the loss Σ weight_k * loss_k plus the loss of the target."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Medusa2Objective:
         training = MedusaTraining(initial_heads(lm_head, heads, written), heads)
         self.hit_name = training.hit_name
         if adapters.gradient_checkpointing:
-            # The method's name from transformers 5.23 on, and before.
+            # The name of the method since transformers 5.23, and the name before.
             model, names = target.model, ("activation_checkpointing_enable", "gradient_checkpointing_enable")
             next(getattr(model, name) for name in names if hasattr(model, name))({"use_reentrant": False})
         self.module: JointTraining = JointTraining(with_adapters(target.model, adapters), training)
@@ -191,7 +191,7 @@ class Medusa2Objective:
         fit_tree(self.heads, target, texts(), self._section.tree_nodes)
 
     def save(self, folder: Path) -> None:
-        """Write the heads, and to ``target/`` their target with the adapters merged in."""
+        """Write the heads, and into ``target/`` their target with the adapters merged in."""
         heads_for_decoding(self.heads, self._dtype).save_pretrained(folder)
         merged = merged_weights(self.module.model)
         write_model(base_of(self.module.model), self._tokenizer, folder / TARGET_FOLDER, merged)

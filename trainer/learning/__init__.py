@@ -1,1 +1,1 @@
-"""The objective protocol, losses with their teachers, the Muon optimizer and step timing."""
+"""The protocol of objectives, losses and their teachers, the Muon optimizer, and the timing of steps."""

@@ -1,7 +1,7 @@
 """A linear layer fused with its loss, chunk by chunk, without a (tokens, vocabulary) tensor.
 
-Losses are sums. The loop divides them by counts over all processes and micro batches, to make accumulation and data
-parallelism exact.
+Losses are sums. The loop divides them by counts over all processes and micro batches, so that accumulation and data
+parallelism are exact.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,12 @@ class Bias(NamedTuple):
 
 
 class FusedLoss(NamedTuple):
-    """The loss of some rows of hidden states, and each row's figures, which have no gradient."""
+    """The loss of some rows of hidden states, and figures of each row, which have no gradient."""
 
     loss: Float[Tensor, ""]
-    """The sum of the rows' losses, each times its weight."""
+    """The weighted sum of the rows' losses."""
     losses: Float[Tensor, " rows"]
-    """Each row's loss without its weight."""
+    """The loss of each row, without its weight."""
     correct: Bool[Tensor, " rows"]
     """True if the row's argmax is the label."""
     accepted: Float[Tensor, " rows"]
@@ -52,29 +52,29 @@ def fused_loss(
 ) -> FusedLoss:
     """Return ``mix``'s weighted terms for the logits ``hidden @ weight.T``, summed over rows, with hits.
 
-    ``labels``, ``teacher`` and ``bias`` have a row for each of ``places``, so what depends only on the position in the
-    text is computed once for all rows of ``hidden`` that predict its next token. By default each row has its own place.
-    ``row_weights`` (default 1) multiply the rows' losses.
+    ``labels``, ``teacher`` and ``bias`` have a row for each of ``places``. What depends only on the position in the
+    text is thus computed once for all rows of ``hidden`` that predict the token after this position. By default each
+    row has its own place. ``row_weights`` (default 1) multiply the rows' losses.
 
     ``bias`` adds a second product to the logits. With ``soft_cap`` c they are c tanh(logits / c), as in Gemma-2.
 
     ``cross_entropy`` is taken at ``labels``; the other terms are `TokenDivergences` between ``teacher`` and the logits.
     The teacher and frozen weights get no gradient.
 
-    Row i of ``weight`` writes the target's token ``tokens[i]``, by default token i. Labels are target tokens too; a
-    label that no row writes adds nothing to the cross entropy.
+    Row i of ``weight`` writes the target's token ``tokens[i]``, by default token i. Labels are also tokens of the
+    target; a label that no row writes adds nothing to the cross entropy.
 
-    At most ``chunk`` rows of logits exist at a time (more if a place has more), and as many of the teacher's and of the
-    bias's: a chunk's gradient overwrites its logits. Nothing is computed twice. Products run in autocast's dtype, the
-    softmax in fp32. Raises UserError for a divergence without a fitting teacher. After Liger Kernel (2410.10989,
-    section 3.2).
+    At most ``chunk`` rows of logits exist at a time (more if a place has more), and as many rows of the teacher and the
+    bias; the gradient of a chunk overwrites its logits. Nothing is computed twice. Products run in autocast's dtype,
+    and the softmax runs in fp32. Raises UserError for a divergence without a fitting teacher. After Liger Kernel
+    (2410.10989, section 3.2).
     """
     if teacher is None and mix.soft:
-        raise UserError(f"the loss has {', '.join(mix.weights)} but no teacher to compare with: give a teacher")
+        raise UserError(f"the loss has {', '.join(mix.weights)} but no teacher to compare with: pass a teacher")
     rows = PlacedRows(labels, places, row_weights)
     assert rows.ends[-1:].sum() == len(hidden), "every row of hidden states has a place"
     layer = _Outputs(len(weight), tokens, soft_cap)
-    if not torch.is_grad_enabled():  # always False inside `apply`
+    if not torch.is_grad_enabled():  # this is always False inside `apply`
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else Bias(bias.hidden.detach(), bias.weight.detach())
     pairs = (hidden, weight, *(bias or (None, None)))
@@ -120,7 +120,7 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        # In place, so backward works once: copying a weight's gradient would cost as much as a product.
+        # In place, so backward works only once. Copying a weight's gradient would cost as much as a product.
         scaled = [None if saved is None else scale(saved, loss_gradient) for saved in ctx.saved_tensors]
         return *scaled, *(None,) * 5
 
@@ -170,9 +170,9 @@ def _mixed(
     layer: "_Outputs",
     each: Callable[[Tensor], Tensor],
 ) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"], Float[Tensor, "rows outputs"]]:
-    """Return each row's loss by its fp32 or fp64 logits, its Σ min(p, q), and the gradient in the logits.
+    """Return each row's loss from fp32 or fp64 logits, its Σ min(p, q), and the gradient in the logits.
 
-    ``each`` repeats what the target's places have for their rows.
+    ``each`` repeats values of the target's places for the rows of these places.
     """
     losses, accepted, gradient, hard = scores.new_zeros(len(scores)), scores.new_zeros(len(scores)), None, None
     if target is not None:
@@ -251,7 +251,7 @@ class _Outputs:
     ) -> tuple[TokenDivergences, Callable[[Tensor], Tensor]]:
         """Return p and q on the known outcomes, and a function from pulls to the gradient in all logits.
 
-        ``each`` repeats what the target's places have for the rows of ``soft``.
+        ``each`` repeats values of the target's places for the rows of ``soft``.
         """
         log_p = target.log_p(temperature, soft.q.dtype)
         if target.tokens is None:
@@ -268,7 +268,7 @@ class _Outputs:
         if self._count > log_p.shape[1]:
             raise UserError(
                 f"the draft writes {self._count} tokens but the target has {log_p.shape[1]}: "
-                f"give the first {log_p.shape[1]} rows of the draft's lm_head"
+                f"use the first {log_p.shape[1]} rows of the draft's lm_head"
             )
         return log_p[:, : self._count]
 
@@ -286,16 +286,16 @@ def _of_sample(q: Tensor, rows: Tensor, pull: Float[Tensor, "rows outcomes"]) ->
 # --- matrix products: chunks of logits sized for the device, and their gradients --------------------------------------
 
 CHUNK_BYTES = 128 * 2**20
-"""Size of a chunk's logits on a CPU: smaller ones slow down products, larger ones only take memory."""
+"""Size of a chunk's logits on a CPU: smaller chunks slow down products, and larger chunks only take memory."""
 _GPU_CHUNK_BYTES = 2**30
 _GPU_ROWS, _GPU_COMPARED_ROWS = 4096, 1024
-"""Rows per chunk that keep a GPU busy: without and with a teacher's logits."""
+"""Rows per chunk that keep a GPU busy, without and with a teacher's logits."""
 _BLOCK_BYTES, _GPU_BLOCK_BYTES = 2 * 2**20, 256 * 2**20
-"""Size of rows softmaxed together: small enough for a CPU's cache, and for a GPU's memory."""
+"""Size of the rows in one softmax: small enough for the cache of a CPU and for the memory of a GPU."""
 
 
 def chunk_rows(width: int, itemsize: int, device: torch.device, compared: bool) -> int:
-    """Return how many rows of ``width`` logits fit in a chunk; ``compared`` if a teacher has as many."""
+    """Return how many rows of ``width`` logits fit in a chunk; ``compared`` says that a teacher has as many."""
     if device.type != "cuda":
         return _rows_within(CHUNK_BYTES, width, itemsize)
     rows = _GPU_COMPARED_ROWS if compared else _GPU_ROWS
@@ -303,7 +303,7 @@ def chunk_rows(width: int, itemsize: int, device: torch.device, compared: bool) 
 
 
 def block_rows(width: int, logits: Tensor) -> int:
-    """Return how many rows of ``width`` logits to softmax together in fp32 or fp64."""
+    """Return how many rows of ``width`` logits one softmax in fp32 or fp64 takes."""
     size = _BLOCK_BYTES if logits.device.type == "cpu" else _GPU_BLOCK_BYTES
     return _rows_within(size, width, wide_dtype(logits.dtype).itemsize)
 
@@ -357,7 +357,7 @@ def add_product(
         torch.addmm(sums, left, right, beta=int(onto), out=sums)
     elif _sums_products(sums.device):
         torch.addmm(sums, left, right, out_dtype=sums.dtype, beta=int(onto), out=sums)
-    else:  # split by rows, this product takes a sixth longer
+    else:  # if it were split by rows, this product would take a sixth longer
         product = left @ right
         _ = sums.add_(product) if onto else sums.copy_(product)
 
@@ -371,7 +371,7 @@ def _sums_products(device: torch.device) -> bool:
 def scale(gradient: Tensor, factor: Float[Tensor, ""]) -> Tensor:
     """Multiply a gradient in place by a factor in fp32 or fp64 and return it.
 
-    The factor keeps its dtype: rounding it to bf16 would put a whole term's gradient off by up to 0.4%.
+    The factor keeps its dtype: rounded to bf16, it would change the gradient of a whole term by up to 0.4%.
     """
     if gradient.dtype == factor.dtype:
         return gradient.mul_(factor)

@@ -1,4 +1,4 @@
-"""Loss terms of drafts and heads in closed form, with gradients; teachers; and the places that several rows predict.
+"""Loss terms of drafts and heads in closed form with gradients, teachers, and places that several rows predict.
 
 The tests compare `TokenDivergences` with readable formulas.
 
@@ -26,23 +26,23 @@ from trainer.recipe.common import Divergence, LossSection, Term
 
 
 class Places(NamedTuple):
-    """Positions in texts whose next tokens are predicted, each by some consecutive rows of hidden states."""
+    """Positions in texts, the next token of which is predicted by one or more consecutive rows of hidden states."""
 
     ends: Int[np.ndarray, " places"]
-    """The number of rows up to each place's last one, on the host: sizes of chunks must not wait for a GPU."""
+    """The number of rows up to the last one of each place; on the host, because chunk sizes must not wait for a GPU."""
     of_rows: Int[Tensor, " rows"]
     """Each row's place, increasing."""
 
     @staticmethod
     def of(positions: Int[Tensor, " rows"]) -> "tuple[Int[Tensor, ' rows'], Int[Tensor, ' places'], Places]":
-        """Return the order that brings rows of equal position together, the distinct positions, and their rows."""
+        """Return the order in which rows of equal position are together, the distinct positions, and their rows."""
         order = positions.argsort(stable=True)
         distinct, of_rows, repeats = positions[order].unique_consecutive(return_inverse=True, return_counts=True)
         return order, distinct, Places(repeats.cumsum(0).numpy(force=True), of_rows)
 
 
 class PlacedRows:
-    """The rows of a loss: each one's place and weight, and every place's label."""
+    """The rows of a loss, with the place and weight of each row and the label of each place."""
 
     def __init__(
         self, labels: Int[Tensor, " places"], places: Places | None, weights: Float[Tensor, " rows"] | None
@@ -51,7 +51,7 @@ class PlacedRows:
         self.ends = np.arange(1, len(labels) + 1) if places is None else places.ends
 
     def spans(self, most: int, places: slice | None = None) -> Iterator[tuple[slice, slice]]:
-        """Yield consecutive places and their rows: at most ``most`` rows, or those of one place."""
+        """Yield consecutive places and their rows: at most ``most`` rows, or all rows of a single place."""
         first, stop = (0, len(self.ends)) if places is None else (places.start, places.stop)
         while first < stop:
             row = int(self.ends[first - 1]) if first else 0
@@ -60,13 +60,16 @@ class PlacedRows:
             first = last
 
     def each(self, of_places: Tensor, places: slice, rows: slice) -> Tensor:
-        """Return what these places have for each of their rows."""
+        """Repeat values of these places for each of their rows."""
         if self._places is None:
             return of_places
         return of_places.index_select(0, self._places.of_rows[rows] - places.start)
 
     def summed(self, of_rows: Float[Tensor, "rows outputs"], places: slice, rows: slice) -> Tensor:
-        """Return the sum over each place's rows, by a product: on a GPU, `index_add` adds in a random order."""
+        """Return the sum over each place's rows.
+
+        A product is used, because `index_add` on a GPU adds in random order.
+        """
         if self._places is None:
             return of_rows
         place = torch.arange(places.start, places.stop, device=of_rows.device)
@@ -103,12 +106,12 @@ class Pulled(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Some rows' softmax, with one exponential per logit (log_softmax needs a second one)."""
+    """The softmax of some rows, with one exponential per logit (log_softmax needs a second one)."""
 
     scores: Float[Tensor, "rows outcomes"]
     q: Float[Tensor, "rows outcomes"]
     log_total: Float[Tensor, "rows 1"]
-    """Logsumexp over all outputs, of which the outcomes may be some."""
+    """Logsumexp over all outputs; the outcomes may be only some of them."""
 
     @staticmethod
     def of(scores: Float[Tensor, "rows outputs"]) -> "Softmax":
@@ -140,9 +143,9 @@ class TokenDivergences:
         weights: Float[Tensor, "places outcomes"] | None = None,
         whole: bool = False,
     ) -> None:
-        """Compare p with q. ``each`` repeats p's places for the rows of q.
+        """Compare p with q. ``each`` repeats the places of p for the rows of q.
 
-        ``whole`` if the draft can write every token and p sums to 1.
+        ``whole`` means that the draft can write every token and p sums to 1.
         """
         p = log_p.exp()
         # Σ p log p and Σ p, both without the tokens that the draft cannot write.
@@ -204,13 +207,13 @@ class TokenDivergences:
 
 
 class KnownLogits(NamedTuple):
-    """Target logits at some positions: of the whole vocabulary, or of some tokens with the log total."""
+    """Logits of the target at some positions, over the whole vocabulary or over some tokens with the log total."""
 
     logits: Float[Tensor, "rows known"]
     tokens: Int[Tensor, "rows known"] | None = None
-    """Tokens of the logits; None: the whole vocabulary, in order."""
+    """Tokens of the logits; None means the whole vocabulary, in order."""
     log_total: Float[Tensor, " rows"] | None = None
-    """Logsumexp over the whole vocabulary, given with ``tokens``."""
+    """Logsumexp over the whole vocabulary; present if ``tokens`` is."""
     drawn: int = 0
     """The last ``drawn`` of ``tokens`` are a sample: drawn with replacement, by the target's probabilities, from all
     tokens except the others in ``tokens``."""
@@ -255,7 +258,7 @@ class KnownLogits(NamedTuple):
 
 
 class Teacher(Protocol):
-    """Source of the target's distribution for `fused_loss`, a chunk of tokens at a time."""
+    """Source of the target's distribution for `fused_loss`, one chunk of tokens at a time."""
 
     @property
     def width(self) -> int:
@@ -266,7 +269,7 @@ class Teacher(Protocol):
 
 
 class HiddenTeacher(NamedTuple):
-    """The target's hidden states and lm_head: soft targets without a (tokens, vocab) tensor.
+    """The target's hidden states and lm_head, which provide soft targets without a (tokens, vocab) tensor.
 
     A chunk's logits are ``transform(hidden @ weight.T)`` in the weight's dtype and on its device. ``transform`` is what
     the model applies after its lm_head (a scale, a soft cap).
@@ -287,13 +290,13 @@ class HiddenTeacher(NamedTuple):
 
 
 class SampledTailTeacher(NamedTuple):
-    """The target's k best logits, and a sample of the rest to keep losses and gradients unbiased.
+    """The target's k best logits, and a sample of the others that keeps losses and gradients unbiased.
 
     The k best tokens are exact. From the others, the tail, n tokens were drawn with replacement by the target's
     probabilities. A drawn token of probability p has weight P / (n p), with P the tail's total probability. Sums over
     the vocabulary are then unbiased: ``forward_kl`` and its gradient q - p', with Σ p' = 1. ``acceptance``, a function
-    of such a sum, converges as P falls or n grows. So does the value of ``forward_kl``, but not its gradient, if the
-    draft can write only some tokens. Sparse Logit Sampling (2503.16870) explains the bias of top-k alone.
+    of such a sum, converges as P falls or n grows. If the draft can write only some tokens, the value of ``forward_kl``
+    also converges, but its gradient does not. Sparse Logit Sampling (2503.16870) explains the bias of top-k alone.
 
     The ``known`` logits, the sampled ones last, are already divided by ``temperature``, which must equal the loss's.
     """
@@ -306,7 +309,7 @@ class SampledTailTeacher(NamedTuple):
         return self.known.logits.shape[1]
 
     def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
-        """Return the best and sampled logits of these tokens; raise UserError for a temperature other than stored."""
+        """Return the best and sampled logits of these tokens; raise UserError for any other temperature."""
         if temperature != self.temperature:
             raise UserError(
                 f"the loss has temperature {temperature:g} but the target's logits were stored at "

@@ -1,4 +1,4 @@
-"""The Muon optimizer (Jordan et al. 2024): steps matrices along their orthogonalised momentum."""
+"""The Muon optimizer (Jordan et al. 2024), which moves matrices along their orthogonalised momentum."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The protocol of training objectives: loss sums of a batch, a drafter to evaluate, weights to save."""
+"""The protocol of training objectives: the loss sums of a batch, a drafter to evaluate, and weights to save."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,17 +15,17 @@ from trainer.data.batch import Batch
 from trainer.learning.fused import FusedLoss
 
 GreedyTexts = Callable[[], Sequence[tuple[Sequence[int], int]]]
-"""Returns the target's greedy answers to training prompts, as (tokens, prompt length) pairs."""
+"""Function that returns the target's greedy answers to training prompts, as (tokens, prompt length) pairs."""
 
 
 def rank_shares(
     found: Iterable[tuple[int, Int[Tensor, " labels"], Float[Tensor, "labels vocab"]]], depths: int
 ) -> list[list[float]]:
-    """Return the share of labels at depth d that the logits rank r-th, at ``[d][r]`` (both from 0)."""
+    """Return shares: ``[d][r]`` is the share of labels at depth d that have rank r in the logits (both from 0)."""
     counts, totals = torch.zeros(depths, FITTED_RANKS), torch.zeros(depths, 1)
     for depth, labels, logits in found:
         values, best = logits.topk(min(FITTED_RANKS, logits.shape[-1]))
-        best = best.where(values > -torch.inf, -1)  # tokens that the draft cannot write have no rank
+        best = best.where(values > -torch.inf, -1)  # a token that the draft cannot write has no rank
         counts[depth, : best.shape[1]] += (best == labels[:, None].to(best.device)).sum(0).cpu()
         totals[depth] += len(labels)
     shares: list[list[float]] = (counts / totals.clamp(min=1)).tolist()
@@ -48,9 +48,9 @@ class TermSums(NamedTuple):
 
     @staticmethod
     def of_rows(found: FusedLoss, terms: Int[Tensor, " rows"], count: int, soft: bool) -> "TermSums":
-        """Sum each row's figures into its term; the rows have been weighted. Hits are acceptances if ``soft``.
+        """Add the figures of each row to its term; the rows are already weighted. Hits are acceptances if ``soft``.
 
-        A product, because a GPU's `index_add` adds in a random order.
+        A product is used, because `index_add` on a GPU adds in random order.
         """
         belongs = (torch.arange(count, device=terms.device)[:, None] == terms).to(found.losses.dtype)
         hits = found.accepted if soft else found.correct.to(found.losses.dtype)
@@ -91,18 +91,18 @@ class Objective(Protocol):
     def inputs(self, batch: Batch, step: int, ahead: Any = None) -> tuple[Any, ...]:
         """Run the frozen models without gradients; return the arguments for the module.
 
-        ``ahead`` is the result of `ahead` for the same batch, on its device; None: call it here.
+        ``ahead`` is the result of `ahead` for the same batch, on its device; if it is None, `ahead` is called here.
         """
 
     def drafter(self) -> Drafter:
         """Return a drafter with the module's current weights."""
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
-        """Fit the tree of finished heads or a finished draft, if any, to texts by the target."""
+        """Fit the tree of finished heads or a finished draft, if it has one, to texts by the target."""
 
     def save(self, folder: Path) -> None:
         """Write the trained weights in the format that decoding loads."""
 
 
 EVERYWHERE_THE_SAME: Mapping[str, float] = {"": 1.0}
-"""The `Objective.rates` with one learning rate for all parameters."""
+"""`Objective.rates` with a single learning rate for all parameters."""

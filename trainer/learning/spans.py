@@ -1,4 +1,4 @@
-"""Timing of training steps, and of their waits for data and for the target."""
+"""Timing of training steps, and of the waits for data and for the target in them."""
 
 import time
 from collections import Counter
@@ -22,7 +22,7 @@ class StepTimes(NamedTuple):
     spans: dict[Name, float]
 
     def share(self, name: Name) -> float:
-        """Return a name's share of the step."""
+        """Return the share of a span in the step."""
         return self.spans.get(name, 0.0) / self.seconds
 
 
@@ -39,7 +39,7 @@ def span(name: Name) -> Iterator[None]:
 class Stopwatch:
     """Timer of this thread's `span` blocks while entered.
 
-    A GPU is timed by events in its queue. They are read after the GPU has passed them, so nothing waits.
+    A GPU is timed by events in its queue. Events are read only after the GPU has passed them, so nothing waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,7 +76,7 @@ class Stopwatch:
         return None if began is None else StepTimes(now - began, dict(spans))
 
     def restart(self) -> None:
-        """Ignore the time until the next `step`: it was not spent training."""
+        """Ignore the time until the next `step`, because it is not training time."""
         self._began = None
 
     def now(self) -> Any:

@@ -1,1 +1,1 @@
-"""Typed recipes, one file per kind, and their reading from YAML."""
+"""Typed recipes, with one file per kind, and how they are read from YAML."""

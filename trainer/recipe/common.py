@@ -28,9 +28,9 @@ class DataSection(Section):
     format: Literal["auto", "text", "messages", "sharegpt", "prompt_answer"] = "auto"
     text_field: str = "text"
     prompt_field: str | None = None
-    """None: a row's first field from `decoding.fields.PROMPT_FIELDS`."""
+    """None means the first field of a row that is in `decoding.fields.PROMPT_FIELDS`."""
     answer_field: str | None = None
-    """None: a row's first field from `decoding.fields.ANSWER_FIELDS`."""
+    """None means the first field of a row that is in `decoding.fields.ANSWER_FIELDS`."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template."""
     chat_template_kwargs: dict[str, bool | int | float | str | None] = {}
@@ -41,19 +41,19 @@ class DataSection(Section):
     packing: bool = False
     """Put several short examples into one sequence. They do not attend to each other."""
     bad_rows: Literal["stop", "skip"] = "stop"
-    """At an unusable row, stop the run, or report, count and skip the row."""
+    """What to do with an unusable row: stop the run, or report, count and skip the row."""
     num_proc: Annotated[int, Field(ge=1)] = 1
-    """Tokenizing processes on each machine, at most one per core. Any number gives the same sequences."""
+    """Tokenizing processes on each machine, at most one per core. The sequences do not depend on this number."""
     streaming: bool = False
     """Read hub data sets over the network and store only their tokens. Local files are never copied."""
     source: str | None = None
-    """Origin of the rows in files, for the model card: a hub data set's ORG/NAME, or a few words."""
+    """Origin of rows from files, for the model card: ORG/NAME of a hub data set, or a few words."""
     license: str | None = None
     """Licence of the rows, for the model card only, such as ``mit``."""
 
 
 def _fast_dtype() -> str:
-    from decoding.dtypes import fast_dtype  # torch: too slow to import for a recipe with a mistake
+    from decoding.dtypes import fast_dtype  # imports torch, which is too slow for a recipe with a mistake
 
     return fast_dtype()
 
@@ -66,15 +66,16 @@ class TrainingSection(Section):
     micro_batch_size: Annotated[int, Field(ge=1)] = 16
     """Sequences per forward pass of a process; gradients accumulate until the batch is complete."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """``muon``: Muon for inner matrices, AdamW for the rest. Much faster for drafts trained from scratch."""
+    """``muon``: Muon for inner matrices and AdamW for all else. Drafts that start from scratch train much faster with
+    it."""
     adam_beta2: Annotated[float, Field(gt=0, lt=1)] = 0.95
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     mixed_precision: Annotated[Literal["fast", "no", "bf16"], Field(validate_default=True)] = "fast"
-    """``bf16``: bf16 products of fp32 weights. ``no``: fp32 without TF32, slow on a GPU. ``fast``: ``bf16`` if the
-    device supports it natively, else ``no``."""
+    """``bf16``: products in bf16 of fp32 weights. ``no``: fp32 without TF32, which is slow on a GPU. ``fast``: ``bf16``
+    if the device supports it natively, otherwise ``no``."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
     @field_validator("mixed_precision", mode="before")
@@ -94,20 +95,22 @@ class EvaluationSection(Section):
 
     every: Annotated[int, Field(ge=1)] = 200
     prompts: Annotated[int, Field(ge=0)] = 8
-    """Held-out prompts of an evaluation. 0 disables evaluations and the fitted tree: heads then keep a plain chain."""
+    """Held-out prompts of an evaluation. With 0 there are neither evaluations nor a fitted tree, and heads keep a
+    chain."""
     best_prompts: Annotated[int, Field(ge=8)] = 64
-    """Least number of prompts of an evaluation with ``keep: best``. Fewer than eight give no interval."""
+    """Least number of prompts in an evaluation with ``keep: best``. With fewer than eight there is no interval."""
     tree_prompts: Annotated[int, Field(ge=1)] = 64
     """Training prompts whose greedy answers by the target fit the tree of finished heads or of a DSpark draft."""
     prompt_tokens: Annotated[int, Field(ge=1)] = 64
     """Tokens at the start of a plain text that serve as its prompt."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 64
     batch_size: Annotated[int, Field(ge=1)] = 4
-    """Number of prompts decoded together. Processes share whole batches, so their number changes no figure."""
+    """Number of prompts decoded together. Processes share whole batches, so figures do not depend on the number of
+    processes."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     keep: Literal["last", "best"] = "last"
-    """Weights of the finished run: from the last step, or those with the most tokens per target pass if the 95%
-    interval of their gain over the last step's excludes 1."""
+    """Weights of the finished run: those of the last step, or those with the most tokens per target pass if the 95%
+    interval of their gain over the last step excludes 1."""
 
     @property
     def evaluated(self) -> int:
@@ -122,7 +125,7 @@ class EvaluationSection(Section):
 
 
 class CheckpointSection(Section):
-    """Checkpoints: how many steps apart they are written, and how many stay on disk."""
+    """Checkpoints: the number of steps between them, and how many stay on disk."""
 
     every: Annotated[int, Field(ge=1)] = 200
     keep: Annotated[int, Field(ge=1)] = 2
@@ -137,7 +140,7 @@ Weight = Annotated[float, Field(ge=0)]
 
 
 class LossSection(Section):
-    """Weights of the loss's terms. p is the target's distribution, q the draft's or the head's.
+    """Weights of the loss's terms. p is the target's distribution, q that of the draft or head.
 
     Terms default to 0. Without any term, heads train on cross_entropy 1 and drafts on forward_kl 1.
     """
@@ -151,7 +154,7 @@ class LossSection(Section):
     cross_entropy: Weight = 0.0
     """Cross entropy on the data's tokens."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Divides the logits of both sides in every term but ``cross_entropy``."""
+    """The logits of both sides are divided by it in every term except ``cross_entropy``."""
 
     @property
     def mix(self) -> dict[Term, float]:
@@ -194,7 +197,7 @@ class CommonRecipe(Section):
     target: str
     """Hub id or folder of the target; ``quickstart`` is the embedded default."""
     dtype: Annotated[Literal["fast", "bf16", "fp16", "fp32"], Field(validate_default=True)] = "fast"
-    """The target's dtype; ``fast`` means ``bf16`` if the device supports it natively, else ``fp32``."""
+    """The target's dtype; ``fast`` means ``bf16`` if the device supports it natively, otherwise ``fp32``."""
     trust_remote_code: bool = False
     output: str
     """Folder of the run: checkpoints/, metrics.jsonl, final/."""
@@ -203,8 +206,8 @@ class CommonRecipe(Section):
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     tracking: tuple[Literal["wandb", "tensorboard", "trackio", "mlflow"], ...] | None = None
-    """A tracker, a list of trackers, or ``none``. None: wandb if WANDB_API_KEY is set. ``wandb`` without a key runs
-    offline. metrics.jsonl is always written."""
+    """A tracker, a list of trackers, or ``none``. If it is not set, wandb is used if WANDB_API_KEY is set. ``wandb``
+    without a key runs offline. metrics.jsonl is always written."""
 
     @field_validator("tracking", mode="before")
     @classmethod
@@ -218,9 +221,9 @@ class CommonRecipe(Section):
 
     @property
     def store(self) -> tuple[str, str] | None:
-        """Key and value of the folder for stored features or logits; None: nothing is stored."""
+        """Key and value of the folder for stored features or logits; None if nothing is stored."""
         return None
 
     def without_store(self) -> Self:
-        """Return the recipe without `store`: its target runs at every step."""
+        """Return the recipe without `store`, so that its target runs at every step."""
         return self

@@ -15,7 +15,7 @@ class FromTargetSection(Section):
     """A draft made from the target's embeddings and some of its layers."""
 
     layers: Annotated[int, Field(ge=1)] | tuple[int, ...] = 1
-    """How many layers, evenly spaced; or a list of indices from 0, negative ones counted from the end."""
+    """The number of layers, evenly spaced; or a list of indices from 0, in which negative ones count from the end."""
 
 
 class InitSection(Section):
@@ -25,7 +25,7 @@ class InitSection(Section):
     from_model: str | None = None
     """Hub id or folder of a small model with the target's tokenizer."""
     from_config: dict[str, Any] | None = None
-    """Random weights in the target's architecture. Give the config keys that differ, such as num_hidden_layers."""
+    """Random weights in the target's architecture. Set the config keys that differ, such as num_hidden_layers."""
 
     @model_validator(mode="after")
     def _one_is_given(self) -> "InitSection":
@@ -61,7 +61,7 @@ class PolicySection(Section):
     """Sampling temperature of the generated texts."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 128
     every: Annotated[int, Field(ge=1)] = 1
-    """Generate the texts of this many steps at once, with the draft as it is before the first."""
+    """Generate the texts of this many steps together, with the draft as it is before the first of them."""
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Texts that a process decodes together."""
 
@@ -88,7 +88,7 @@ _SOURCES = ("offline", "target", "loop")
 
 
 class TeacherSection(Section):
-    """Target logits, written to disk once: the best, and a sample of the rest to keep gradients unbiased."""
+    """Target logits, written to disk once: the best ones, and a sample of the others that keeps gradients unbiased."""
 
     folder: str
     top_k: Annotated[int, Field(ge=1)] = 48
@@ -98,7 +98,7 @@ class TeacherSection(Section):
 
 
 class DSparkSection(Section):
-    """A DSpark draft (2607.05147): K tokens per forward, from the target's states after several layers.
+    """A DSpark draft (2607.05147): K tokens per forward pass, from the target's states after several layers.
 
     It uses the target's embedding and lm_head, and by default its widths. ``draft.init.from_model`` names an existing
     draft to train further.
@@ -106,7 +106,7 @@ class DSparkSection(Section):
 
     layers: Annotated[int, Field(ge=1)] = 2
     block_size: Annotated[int, Field(ge=1)] = 6
-    """K, the tokens drafted in one forward."""
+    """K, the number of tokens drafted in one forward pass."""
     taps: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Target layers (from 0) whose output the draft reads. None: three evenly spaced ones, five from 24 layers on."""
     intermediate_size: Annotated[int, Field(ge=1)] | None = None
@@ -116,7 +116,7 @@ class DSparkSection(Section):
     rms_norm_eps: Annotated[float, Field(gt=0)] | None = None
     """Epsilon of the norms; None: the target's."""
     markov_rank: Annotated[int, Field(ge=0)] = 256
-    """Rank of a logit bias given the previous token: makes each token depend on the one before. 0: DFlash."""
+    """Rank of a bias on the logits, which makes each token depend on the previous one. 0 means none (DFlash)."""
     confidence: bool | None = None
     """Train a head that predicts each token's acceptance. Drafting does not use it. None: only with a bias, because
     servers reject such a head in a DFlash draft.
@@ -127,10 +127,10 @@ class DSparkSection(Section):
     """
     fit_tokens: Annotated[int, Field(ge=0)] = 32_768
     """The bias of a new draft starts as the target's mean state after each token, on this many tokens of the data
-    (`trainer.target.least_squares`). 0: at zero."""
+    (`trainer.target.least_squares`). With 0 it starts at zero."""
     mask_token: str | None = None
-    """A token that never occurs in texts. None: the padding, or another that no row has. YAML reads ~ as null: quote
-    it, as in mask_token='"~"' on a command line."""
+    """A token that never occurs in texts. None means the padding token, or another token that no row contains. YAML
+    reads ~ as null: quote it, as in mask_token='"~"' on a command line."""
     anchors: Annotated[int, Field(ge=1)] = 24
     """Positions in each sequence after which blocks are trained; drawn again at every step."""
     decay: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -146,14 +146,14 @@ class DraftSection(Section):
     init: InitSection = InitSection()
     vocabulary: Annotated[int, Field(ge=2)] | None = None
     """Number of tokens that the draft can write: the most frequent in training answers. None: all. It reads all tokens
-    in any case. Fewer tokens make drafting and training cheaper where the target has many; SGLang loads no such DSpark
-    draft."""
+    in any case. Fewer tokens make drafting and training cheaper if the target has many; SGLang does not load such a
+    DSpark draft."""
     loss: Annotated[LossSection, default_term("forward_kl")] = LossSection(forward_kl=1.0)
     policy: PolicySection = PolicySection()
     teacher: TeacherSection | None = None
     """None: the target runs at every step."""
     dspark: DSparkSection | None = None
-    """None: an ordinary draft, with one forward per token."""
+    """None means an ordinary draft, with one forward pass per token."""
     num_draft_tokens: Annotated[int, Field(ge=1)] = 4
     """Draft length in evaluations and in the ``loop`` policy. DSpark drafts use ``block_size``."""
 
@@ -195,7 +195,7 @@ class DraftSection(Section):
             others["init.from_target"] = self.init.from_target
         if given := [name for name, value in others.items() if value is not None]:
             raise UserError(
-                f"draft.{given[0]} does not apply to a DSpark draft: set it to null, and give sizes in draft.dspark"
+                f"draft.{given[0]} does not apply to a DSpark draft: set it to null, and set sizes in draft.dspark"
             )
         return self
 

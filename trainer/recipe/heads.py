@@ -9,32 +9,34 @@ from trainer.recipe.common import CommonRecipe, LossSection, Section, default_te
 
 
 class HeadsSection(Section):
-    """Medusa heads: their shape, their loss, and the weight of head k (from 0) in the loss."""
+    """Medusa heads: their shape, their loss, and the weight of each head in the loss."""
 
     num_heads: Annotated[int, Field(ge=1)] = 4
     num_layers: Annotated[int, Field(ge=1)] = 1
     """Residual blocks per head."""
     markov_rank: Annotated[int, Field(ge=0)] = 0
-    """Rank of a bias on each head's logits given the previous token, such as 256; 0: none."""
+    """Rank of a bias on each head's logits that depends on the previous token, such as 256; 0 means no bias."""
     shared_lm_head: bool | None = None
-    """Heads consist of residual blocks and share the target's lm_head: far smaller. None: they do if lm_heads of their
-    own would have at least half of the target's size."""
+    """True: heads consist only of residual blocks and share the target's lm_head, which makes them far smaller. None:
+    they share it if their own lm_heads would have at least half of the target's size."""
     vocabulary: Annotated[int, Field(ge=1)] | None = None
-    """The heads write only the most frequent tokens of the data, at most this many, by copies of their rows of the
-    target's lm_head: drafting and training read fewer rows. Needs ``shared_lm_head``. None: all of the target's."""
+    """The heads write only the most frequent tokens of the data, at most this many, with copies of these rows of the
+    target's lm_head; drafting and training then read fewer rows. Requires ``shared_lm_head``. None means all tokens."""
     fit_tokens: Annotated[int, Field(ge=0)] = 32_768
     """New heads with a Markov bias start as a regression of the target's states, on this many tokens of the data
-    (`trainer.target.least_squares`), instead of near the target's own prediction.
-    0: they start near it, as do heads with ``init``, of Medusa-2, or on targets that scale their logits."""
+    (`trainer.target.least_squares`), instead of near the target's own prediction. 0: they start near this prediction.
+    Heads of Medusa-2 and heads on targets that scale their logits always start there, and heads with ``init`` start as
+    those heads."""
     init: str | None = None
     """Folder or hub id of heads to start from, such as a Medusa-1 run's final/."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Head k has weight ``decay ** k``."""
+    """Head k (from 0) has weight ``decay ** k``."""
     schedule: Literal["constant", "sine"] = "constant"
     """``sine``: the heads' weights rise as sin(step / steps · π/2)."""
     loss: Annotated[LossSection, default_term("cross_entropy")] = LossSection(cross_entropy=1.0)
     tree_nodes: Annotated[int, Field(ge=1, le=4096)] = 16
-    """Drafted nodes of the tree, chosen at the end by the heads' measured accuracies. At most 4096."""
+    """Number of drafted nodes in the tree, which is chosen at the end by the heads' measured accuracies. At most
+    4096."""
 
 
 class AdaptersSection(Section):
@@ -49,12 +51,12 @@ class AdaptersSection(Section):
     heads_first_steps: Annotated[int, Field(ge=0)] = 0
     """First steps that train the heads alone, before the adapters join."""
     base_loss: Literal["cross_entropy", "forward_kl"] = "cross_entropy"
-    """Loss of the target's next token: on the data, or KL from the target without adapters."""
+    """Loss of the target's next token: cross entropy on the data, or the KL from the target without adapters."""
     base_weight: Annotated[float, Field(ge=0)] = 1.0
     heads_weight: Annotated[float, Field(gt=0)] = 0.2
     """Factor on every head's weight once the adapters have joined."""
     heads_rate: Annotated[float, Field(gt=0)] = 4.0
-    """Learning rate of the heads and their biases, as a multiple of the adapters'."""
+    """Learning rate of the heads and their biases, as a multiple of the adapters' learning rate."""
     gradient_checkpointing: bool = True
 
 
@@ -66,11 +68,11 @@ class FeaturesSection(Section):
 
     folder: str
     states: StatesDtype = "target"
-    """Dtype of the states: the target's, bf16, or int8 with a scale per token and layer (half the size of bf16)."""
+    """Dtype of the states: the target's, bf16, or int8 with one scale per token and layer (half as large as bf16)."""
     shard_tokens: Annotated[int, Field(ge=1024)] = 262_144
     keep_target: bool = True
-    """Keep the target in memory for evaluations during training. False: release it once the features are written or
-    checked, and reload it at the end."""
+    """True keeps the target in memory for evaluations during training. False releases it once the features are written
+    or checked, and reloads it at the end."""
 
 
 class MedusaRecipe(CommonRecipe):
@@ -92,7 +94,7 @@ class MedusaRecipe(CommonRecipe):
     def _features_are_of_a_frozen_target(self) -> "MedusaRecipe":
         if self.adapters is not None and self.features is not None:
             raise UserError(
-                "adapters change the target, so stored features would be out of date: give only one of the two"
+                "adapters change the target, so stored features would be out of date: use only one of the two"
             )
         if self.evaluation.keep == "best" and self.features is not None and not self.features.keep_target:
             raise UserError(

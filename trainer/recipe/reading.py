@@ -30,7 +30,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
     """Read a recipe and apply ``section.key=value`` overrides. Mistakes raise one-sentence UserErrors."""
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"recipe {path} does not exist: give a YAML file, such as recipes/quickstart/medusa1.yaml")
+        raise UserError(f"recipe {path} does not exist: use a YAML file, such as recipes/quickstart/medusa1.yaml")
     above = _parsed(overrides)
     files = _with_bases(path)
     try:
@@ -38,7 +38,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
         left_open = sorted(open_keys(content))
     except ValueError as error:
         raise _unreadable(path, error) from error
-    recipe = parse_recipe(content, str(path))  # parse first, to report a misspelt override as such
+    recipe = parse_recipe(content, str(path))  # parsed first, so that a misspelt override is reported as such
     if left_open:
         raise UserError(f"{path} needs values for {', '.join(left_open)}: add {left_open[0]}=... after the recipe")
     return recipe
@@ -59,9 +59,9 @@ def _parsed(overrides: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> list[dict[Any, Any]]:
-    """Return the contents of a file and of its bases, lowest first; ``base`` is relative to the file's folder."""
+    """Return the contents of a file and its bases, the lowest base first; ``base`` is relative to the file's folder."""
     if path.resolve() in above:
-        raise UserError(f"{path} is its own base, through {len(above)} recipes: give another base")
+        raise UserError(f"{path} is its own base, through {len(above)} recipes: use another base")
     try:
         content = read_yaml(path.read_text(encoding="utf-8"))
     except ValueError as error:  # UnicodeDecodeError is one
@@ -74,7 +74,7 @@ def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> list[dict[Any, Any]
     if base is None:
         return [content]
     if not (path.parent / str(base)).is_file():
-        raise UserError(f"{path}: its base {base!r} does not exist: give the path of a recipe from {path.parent}")
+        raise UserError(f"{path}: its base {base!r} does not exist: use the path of a recipe from {path.parent}")
     return [*_with_bases(path.parent / str(base), (*above, path.resolve())), content]
 
 
@@ -91,7 +91,7 @@ def parse_recipe(content: Any, source: str = "recipe") -> AnyRecipe:
 
 
 def _explain(error: ValidationError) -> str:
-    # A misspelt key may also leave the right one missing: report the misspelling.
+    # If a key is misspelt, the right one may be missing as well; the misspelling is reported.
     first = next((each for each in error.errors() if each["type"] == "extra_forbidden"), error.errors()[0])
     location = [str(part) for part in first["loc"][1:]]  # the first part is the recipe's kind
     name = ".".join(location)
@@ -130,7 +130,7 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML reader without dates, with 1e-3 as a number (YAML 1.2), that rejects repeated keys.
+    """YAML reader that has no dates, reads 1e-3 as a number (YAML 1.2) and rejects repeated keys.
 
     A key next to ``<<: *anchor`` replaces the same key of the anchor's mapping.
     """
@@ -159,12 +159,12 @@ def read_yaml(text: str) -> Any:
 
 
 def laid_over(base: Any, above: Any, name: str = "") -> Any:
-    """Return ``base`` updated by ``above``: mappings are merged key by key, anything else is replaced."""
+    """Return ``base`` updated by ``above``: mappings are merged key by key, and anything else is replaced."""
     if isinstance(base, dict) and isinstance(above, dict):
         merged = {key: laid_over(base[key], above[key], f"{name}{key}.") for key in base.keys() & above.keys()}
         return {**base, **above, **merged}
     if isinstance(base, list) and isinstance(above, dict):
-        raise UserError(f"{name.removesuffix('.')} is a list: give the whole list, as in [first,second]")
+        raise UserError(f"{name.removesuffix('.')} is a list: write the whole list, as in [first,second]")
     return above
 
 

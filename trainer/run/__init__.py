@@ -1,1 +1,1 @@
-"""A training run: loop, launchers, state, checkpoints, evaluation, log."""
+"""A training run: its loop, launchers, state, checkpoints, evaluations and log."""

@@ -4,8 +4,8 @@ A checkpoint gets its name only once it is complete and on disk; a kill or a ful
 learning rate and random state are functions of the step and are not saved. Tensors are whole and named by parameter
 (see `state`), so a run may resume under another launcher or number of processes.
 
-Each file has a checksum. An unreadable checkpoint is reported and skipped, never deleted: the disk may have failed
-only for a moment.
+Each file has a checksum. A checkpoint that cannot be read is reported and skipped, but never deleted: perhaps the disk
+failed only for a moment.
 """
 
 import errno
@@ -30,7 +30,7 @@ from trainer.run.state import Tensors
 _STATE, _WEIGHTS, _OPTIMIZER, _BEST = "state.json", "weights.safetensors", "optimizer.safetensors", "best.safetensors"
 _NAME = re.compile(r"step-\d{8,}")
 _ASIDE = "unreadable-"
-"""Prefix for the folder of an unreadable checkpoint, once the run has continued without it."""
+"""Prefix for the folder of a checkpoint that could not be read, once the run has continued without it."""
 
 
 # --- settings that may differ when a run resumes ----------------------------------------------------------------------
@@ -38,9 +38,9 @@ _ASIDE = "unreadable-"
 _ALWAYS = (
     *("name", "output", "tracking", "checkpoint"),  # the weights do not depend on them
     *("launch", "trust_remote_code", "training.micro_batch_size", "evaluation.batch_size"),
-    *("heads.tree_nodes", "draft.dspark.tree_nodes"),  # used when the artefact is written
+    *("heads.tree_nodes", "draft.dspark.tree_nodes"),  # used only when the artefact is written
 )
-"""Settings that may always differ: they change only rounding, or they still take effect in a finished run."""
+"""Settings that may always differ, because they change only rounding or take effect even in a finished run."""
 _WHILE_TRAINING = ("training.learning_rate", "training.mixed_precision")
 """Settings that may differ until the last step; the provenance records the steps of each value."""
 _CHOOSING = ("evaluation", "held-out data")
@@ -48,27 +48,27 @@ _CHOOSING = ("evaluation", "held-out data")
 
 
 class Change(NamedTuple):
-    """A setting's name, recorded value and present value: ``training.steps (8, now 12)``."""
+    """A setting with its name, recorded value and present value: ``training.steps (8, now 12)``."""
 
     name: str
     before: Any
     now: Any
 
     def __str__(self) -> str:
-        """Return the name; add the values if the setting is a single key of the recipe."""
+        """Return the name, with the values if the setting is a single key of the recipe."""
         lone = "." in self.name and not isinstance(self.before, dict | list) and not isinstance(self.now, dict | list)
         return f"{self.name} ({_shown(self.before)}, now {_shown(self.now)})" if lone else self.name
 
 
 class Changes(NamedTuple):
-    """The settings that differ: not allowed, and allowed."""
+    """The settings that differ: those that may not differ, and those that may."""
 
     refused: list[Change]
     allowed: list[Change]
 
 
 def compare(recorded: Mapping[str, Any], now: Mapping[str, Any], finished: bool = False) -> Changes:
-    """Compare two identities (`trainer.job.Job.identity`); ``finished`` means no step is left to train."""
+    """Compare two identities (`trainer.job.Job.identity`); ``finished`` means that no step is left to train."""
     decides = any((settings.get("evaluation") or {}).get("keep") == "best" for settings in (recorded, now))
     found = list(_differing(recorded, now))
     refused = [change for change in found if _binds(change.name, finished, decides)]
@@ -76,20 +76,21 @@ def compare(recorded: Mapping[str, Any], now: Mapping[str, Any], finished: bool 
 
 
 def identity_in(state: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the identity in a checkpoint's state.json, with the defaults of keys that recipes have gained since.
+    """Return the identity in a checkpoint's state.json, with defaults for keys that recipes have gained since.
 
-    ``recipe`` is the present recipe as JSON values; a key at its default computes what runs without the key computed.
+    ``recipe`` is the present recipe as JSON values. With its default, a new key computes what runs computed before the
+    key existed.
     """
     identity: dict[str, Any] = state["identity"]
     try:
         older = parse_recipe(_shared(recipe, state.get("recipe") or {}))
-    except UserError:  # the new keys have no defaults beside the others
+    except UserError:  # the new keys have no defaults together with the others
         return identity
     return _filled(identity, older.model_dump(mode="json"))
 
 
 def _shared(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the keys that ``known`` has too, section by section."""
+    """Return the values of the keys that ``known`` also has, section by section."""
     return {
         name: _shared(value, known[name]) if isinstance(value, dict) and isinstance(known[name], dict) else value
         for name, value in values.items()
@@ -98,7 +99,7 @@ def _shared(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, An
 
 
 def _filled(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values, and the defaults of missing keys, section by section."""
+    """Return the values, and defaults for missing keys, section by section."""
     both = {name: (values[name], default) for name, default in defaults.items() if name in values}
     filled = {name: _filled(*pair) for name, pair in both.items() if all(isinstance(each, dict) for each in pair)}
     return {**defaults, **values, **filled}
@@ -150,7 +151,7 @@ class Progress:
 
 
 class Best(NamedTuple):
-    """The weights with the highest held-out figure so far, and each prompt's new tokens and target passes."""
+    """The weights with the highest held-out figure so far, with each prompt's new tokens and target passes."""
 
     progress: Progress
     figure: float
@@ -193,9 +194,9 @@ class Checkpoints:
         self.stretches: list[dict[str, Any]] = [{"first_step": 0, **self._settings}]
         """The settings of each stretch of steps, and its first step (from 0)."""
         self.unreadable: dict[Path, str] = {}
-        """The checkpoints that `latest` skipped, newest first, with the reasons."""
+        """The checkpoints that `latest` skipped, with the reasons; the newest comes first."""
         self.changes: list[Change] = []
-        """Allowed differences from the settings of the checkpoint that `latest` returned."""
+        """Permitted differences from the settings of the checkpoint that `latest` returned."""
         self.best: Best | None = None
         """The best weights so far. `latest` and `read` set them, `save` writes them."""
         self._recorded = self._identity
@@ -208,7 +209,7 @@ class Checkpoints:
         return [int(folder.name.removeprefix("step-")) for folder in self._all()]
 
     def last_good(self) -> str:
-        """Describe the newest good checkpoint, for a message."""
+        """Return a clause for messages that names the newest good checkpoint."""
         good = [folder for folder in self._all() if folder not in self.unreadable]
         return f"the last good checkpoint, {good[-1]}, is kept" if good else "there is no earlier checkpoint"
 
@@ -259,7 +260,7 @@ class Checkpoints:
         return saved
 
     def latest(self) -> Saved | None:
-        """Return the newest readable checkpoint, or None without checkpoints; record skipped ones in `unreadable`.
+        """Return the newest readable checkpoint, or None if there are none; skipped ones are listed in `unreadable`.
 
         Raises UserError if another recipe made it, or if no checkpoint can be read.
         """
@@ -284,21 +285,21 @@ class Checkpoints:
         return None
 
     def check_finished(self) -> None:
-        """Raise UserError if the settings of a finished run have changed: no step is left to apply them."""
+        """Raise UserError if the settings of a finished run have changed, because no step is left to apply them to."""
         self._allowed(f"the run in {self._folder.parent} has finished", finished=True)
 
     def _allowed(self, whose: str, finished: bool = False) -> list[Change]:
         refused, allowed = compare(self._recorded, self._identity, finished)
         if refused:
             raise UserError(
-                f"{whose} with another {', '.join(map(str, refused))}: give the recipe another output folder, or "
+                f"{whose} with another {', '.join(map(str, refused))}: set another output folder in the recipe, or "
                 f"remove {self._folder} to start over"
             )
         return allowed
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return ``folder`` if it is a checkpoint, else the newest one inside it; None if there is none."""
+    """Return ``folder`` if it is a checkpoint, otherwise the newest one in it; None if there is none."""
     if (folder / _STATE).is_file() and (folder / _WEIGHTS).is_file():
         return folder
     return max((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), default=None)
@@ -312,7 +313,7 @@ def read_apart(folder: Path) -> tuple[dict[str, Any], Saved]:
     try:
         state, saved = _read(folder, moments=False)
     except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"the checkpoint {folder} cannot be read ({error}): give another") from error
+        raise UserError(f"the checkpoint {folder} cannot be read ({error}): use another") from error
     if not all(isinstance(state.get(name), dict) for name in ("recipe", "launch")):
         raise UserError(f"{folder / _STATE} does not contain a recipe: resume the run and export its final/")
     return state, saved

@@ -1,4 +1,4 @@
-"""Runners of a training step (plain, DDP and FSDP2; DeepSpeed's ZeRO), and optimizers."""
+"""Runners of a training step (one for plain PyTorch, DDP and FSDP2, one for DeepSpeed's ZeRO), and optimizers."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,7 +25,7 @@ class Runner(Protocol):
     """DeepSpeed's engine, or None."""
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of a micro batch's forward and backward pass; gradients are shared only in the last."""
+        """Return the context of a micro batch's forward and backward pass; only the last one shares gradients."""
 
     def backward(self, loss: Tensor) -> None:
         """Add the loss's gradients."""
@@ -34,11 +34,11 @@ class Runner(Protocol):
         """Clip the gradients and return their norm before clipping, on its device; None if only `step` knows it."""
 
     def step(self) -> list[float]:
-        """Step the optimizers and zero the gradients; return their norm if `clip` did not."""
+        """Step the optimizers and set the gradients to zero; return their norm if `clip` did not."""
 
 
 def check_launch(accelerator: Accelerator, section: TrainingSection) -> None:
-    """Raise UserError if a recipe does not fit its launch. This needs no model, so call it before loading one."""
+    """Raise UserError if a recipe does not fit its launch. Call this before loading a model, which it does not need."""
     processes = accelerator.num_processes
     if section.batch_size % (section.micro_batch_size * processes):
         raise UserError(
@@ -47,7 +47,7 @@ def check_launch(accelerator: Accelerator, section: TrainingSection) -> None:
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED and section.optimizer == "muon":
         raise UserError(
-            "training.optimizer=muon needs 2 optimizers, but DeepSpeed takes one: set training.optimizer=adamw, or "
+            "training.optimizer=muon needs 2 optimizers, but DeepSpeed accepts one: set training.optimizer=adamw, or "
             "launch without DeepSpeed"
         )
 
@@ -70,7 +70,7 @@ class _Plain:
     ) -> None:
         self._accelerator = accelerator
         self._max_norm = section.max_grad_norm
-        accelerator.gradient_accumulation_steps = 1  # keeps accelerate from averaging micro batches: we sum them
+        accelerator.gradient_accumulation_steps = 1  # so accelerate does not average micro batches; we sum them
         self.module, *self._optimizers = accelerator.prepare(module, *optimizers)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
@@ -93,7 +93,7 @@ class _Plain:
 
 
 class _Zero:
-    """Runner for DeepSpeed: its engine clips and steps together at the last micro batch."""
+    """Runner for DeepSpeed, whose engine clips and steps together at the last micro batch."""
 
     def __init__(
         self, accelerator: Accelerator, module: nn.Module, optimizers: Sequence[Optimizer], section: TrainingSection
@@ -104,7 +104,7 @@ class _Zero:
         config["gradient_accumulation_steps"] = section.batch_size // share
         config["gradient_clipping"] = section.max_grad_norm
         if section.mixed_precision == "bf16":
-            # As in other launches: weights and gradients in fp32, products in bf16.
+            # As in other launches, weights and gradients are fp32 and products are bf16.
             config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
         accelerator.gradient_accumulation_steps = config["gradient_accumulation_steps"]
         self.engine, _ = accelerator.prepare(module, *optimizers)
@@ -113,7 +113,7 @@ class _Zero:
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         if self._begun:
-            self.engine.step()  # only counts the previous micro batch
+            self.engine.step()  # this only counts the previous micro batch
         self._begun = True
         return nullcontext()
 
@@ -121,7 +121,7 @@ class _Zero:
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def clip(self) -> None:
-        """Do nothing: `step` clips."""
+        """Do nothing, because `step` clips."""
 
     def step(self) -> list[float]:
         self.engine.step()
@@ -131,9 +131,10 @@ class _Zero:
 
 @contextmanager
 def whole_parameters(accelerator: Accelerator, module: nn.Module) -> Iterator[None]:
-    """Make every parameter of ``module`` whole on every process; a single process can then run or copy it.
+    """Make every parameter of ``module`` whole on every process, so that a single process can run or copy the module.
 
-    All processes must enter this. Changes made inside are lost. ``module`` is the objective's, not the wrapper.
+    All processes must enter this. Changes made inside are lost. ``module`` is the module of the objective, not its
+    wrapper.
     """
     if zero_stage(accelerator) == 3:
         import deepspeed
@@ -165,7 +166,7 @@ def whole_parameters(accelerator: Accelerator, module: nn.Module) -> Iterator[No
 def _kept_whole_by_state_dicts(module: nn.Module) -> Iterator[None]:
     """Remove FSDP2's hooks that shard the whole module again when ``state_dict`` is called on any part.
 
-    Copies made inside lack the hooks too; otherwise saving a copy would shard the original.
+    Copies that are made inside have no such hooks either; otherwise saving a copy would shard the original.
     """
     taken = []
     for part in module.modules():
@@ -180,7 +181,7 @@ def _kept_whole_by_state_dicts(module: nn.Module) -> Iterator[None]:
 
 
 def _remove_hooks(offload: Any) -> None:
-    """Remove ZeRO-3's hooks: they gather a submodule's parameters from all processes at every forward."""
+    """Remove ZeRO-3's hooks, which gather a submodule's parameters from all processes in every forward pass."""
     for parameter in offload.module.parameters():
         parameter.ds_active_sub_modules.clear()
     for hooks in (offload.forward_hooks, offload.backward_hooks):
@@ -196,18 +197,18 @@ _OVER_VOCABULARY = {
     *("markov", "confidence"),
 }
 """Names of embeddings and output layers in transformers, and of a draft's Markov bias and confidence. The confidence
-has a single row: nothing to orthogonalise."""
+has a single row, so there is nothing to orthogonalise."""
 
 PREFIX = "prefix"
 """Key of a parameter group for the prefix that its parameters' names share."""
 
 
 def build_optimizers(module: nn.Module, section: TrainingSection, prefixes: Collection[str] = ("",)) -> list[Optimizer]:
-    """Build AdamW for all trained parameters, or Muon for inner matrices and AdamW for the rest.
+    """Build AdamW for all trained parameters, or Muon for inner matrices and AdamW for all others.
 
     AdamW keeps embeddings and output layers, because each of their rows belongs to a token. Muon's step is scaled to
-    AdamW's, so both share one learning rate. A parameter joins the group of the longest of ``prefixes`` that its name
-    starts with.
+    the size of AdamW's, so both use the same learning rate. A parameter joins the group of the longest of ``prefixes``
+    that its name starts with.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if section.optimizer == "adamw":
@@ -240,5 +241,5 @@ def _adamw(groups: list[dict[str, Any]], section: TrainingSection) -> Optimizer:
         lr=section.learning_rate,
         betas=(0.9, section.adam_beta2),
         weight_decay=section.weight_decay,
-        fused=True,  # a fifth of the time on a CPU
+        fused=True,  # takes a fifth of the time on a CPU
     )

@@ -1,4 +1,4 @@
-"""Micro batches of the training loop, each prepared in a thread while the previous one trains."""
+"""Micro batches of the training loop; each is prepared in a thread while the previous one trains."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -27,7 +27,10 @@ class MicroBatch(NamedTuple):
 
 
 class StepShare(NamedTuple):
-    """This process's share of a step: ``counts`` are each term's labels, then the trained tokens."""
+    """This process's share of a step.
+
+    ``counts`` are the number of labels of each term, followed by that of trained tokens.
+    """
 
     counts: Float[Tensor, " terms+1"]
     micro_batches: Iterator[MicroBatch]
@@ -41,10 +44,10 @@ class _Prepared(NamedTuple):
 
 
 class Feed:
-    """This process's micro batches, prepared one ahead of training, also across steps. A context manager.
+    """This process's micro batches, prepared one ahead of training, even across steps. A context manager.
 
-    A micro batch depends only on its step and its index in the step. Taking it raises any error from the thread.
-    Nothing is prepared ahead of a step at which the source writes.
+    A micro batch depends only on its step and its index in the step. Taking a micro batch raises any error of the
+    thread. Nothing is prepared ahead of a step in which the source writes.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class Feed:
         self._per_step = len(positions) // section.micro_batch_size
         self._thread = ThreadPoolExecutor(1, "micro batches")
         self._next: tuple[tuple[int, int], Future[_Prepared]] | None = None
-        # Only the thread uses this: a step, its batches, and its `StepShare.counts`.
+        # A step, its batches, and its `StepShare.counts`; only the thread uses this.
         self._collated: tuple[int, list[Batch], Float[Tensor, " terms+1"]] | None = None
 
     def __enter__(self) -> "Feed":
@@ -71,7 +74,7 @@ class Feed:
         self._thread.shutdown(cancel_futures=True)
 
     def begin(self, step: int) -> None:
-        """Prepare a run's first micro batch, to raise its errors early; do nothing if the source writes first."""
+        """Prepare a run's first micro batch, so its errors are raised early; do nothing if the source writes first."""
         if step < self._section.steps and not self._source.writes_at(step):
             self._begin(step, 0).result()
 
@@ -109,7 +112,7 @@ class Feed:
         return future
 
     def _prepare(self, step: int, index: int) -> _Prepared:
-        """Prepare a micro batch; its whole step is collated at once, because the loss needs the step's counts."""
+        """Prepare a micro batch. Its whole step is collated together, because the loss needs the counts of the step."""
         if self._collated is None or self._collated[0] != step:
             examples, size = self._source.examples_at(step, self._positions), self._section.micro_batch_size
             examples = sorted(examples, key=lambda each: len(each.example.tokens))  # little padding in a micro batch
@@ -124,12 +127,12 @@ class Feed:
 
 
 def send(values: Tensors, device: torch.device) -> Tensors:
-    """Copy the tensors among some values to a device, without waiting for a GPU."""
+    """Copy the tensors among these values to a device, without waiting for a GPU."""
     return _each_tensor(lambda value: value.to(device, non_blocking=True), pinned(values, device))
 
 
 def pinned(values: Tensors, device: torch.device) -> Tensors:
-    """Pin the memory of the tensors among some values if the device is a GPU."""
+    """Pin the memory of the tensors among these values if the device is a GPU."""
     return _each_tensor(lambda value: value.pin_memory(), values) if device.type == "cuda" else values
 
 

@@ -33,11 +33,11 @@ CRITERION = "tokens_per_pass"
 
 
 class Evaluator:
-    """The real decoding loop on the same prompts, with the same seeds and in the same batches, every time.
+    """The real decoding loop, which decodes the same prompts with the same seeds in the same batches every time.
 
-    Batches are dealt over the accelerator's processes (None: one process). All processes must call each method together
-    and get the same result for any number of processes: each prompt keeps its seed and its batch, because a batch can
-    decide near-ties in bf16.
+    Batches are dealt over the accelerator's processes (None: one process). All processes must call each method
+    together, and all get the same result. It does not depend on the number of processes: each prompt keeps its seed and
+    its batch, because in bf16 a batch can decide near-ties.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class Evaluator:
     ) -> list[Row]:
         """Run ``work`` on each batch of prompt indices, on one process each; return all rows on every process.
 
-        A row is ``width`` integers, the first at least 0. The rows of one batch keep their order. The number of
-        processes does not change the batches. An error on one process becomes an error on all.
+        A row has ``width`` integers, of which the first is at least 0. The rows of one batch keep their order. The
+        number of processes does not change the batches. An error on one process becomes an error on all.
         """
         accelerator, parts = self._accelerator, -(-len(prompts) // self._section.batch_size)
         batches = [range(part, len(prompts), parts) for part in range(parts)]
@@ -120,7 +120,7 @@ def evaluator_of(job: Job, accelerator: Accelerator) -> Evaluator | None:
 
 
 def evaluator_at_end(job: Job, device: torch.device, accelerator: Accelerator | None = None) -> Evaluator | None:
-    """Return the evaluator of finished weights; reload a released target on ``device``."""
+    """Return the evaluator of finished weights; a released target is loaded again on ``device``."""
     return _evaluator(job, job.target_again(device), accelerator) if job.recipe.evaluation.prompts else None
 
 
@@ -131,7 +131,7 @@ def _evaluator(job: Job, target: StoredTarget, accelerator: Accelerator | None) 
 
 
 class Watch:
-    """Evaluations during a run. If the recipe keeps the best weights, they choose the ones to finish.
+    """Evaluations during a run. If the recipe keeps the best weights, the evaluations choose the final ones.
 
     Every process takes part, with whole parameters, and gets the same result; only the main process writes.
     """
@@ -156,7 +156,7 @@ class Watch:
         figure = evaluation.figures[CRITERION]
         if math.isnan(figure):
             raise UserError(
-                "every held-out answer ended with its first token, so no draft token was compared: give data.heldout "
+                "every held-out answer ended with its first token, so no draft token was compared: use data.heldout "
                 "prompts with longer answers, or set evaluation.keep=last"
             )
         best = self._checkpoints.best
@@ -168,8 +168,8 @@ class Watch:
     def choose_weights(self, progress: Progress) -> Progress:
         """Load the weights to keep into the module at the end of training; return the progress that belongs to them.
 
-        Every process must call this, with whole parameters. The best weights must be better than the last beyond the
-        interval of their ratio, paired by prompt: the best of several equal figures is always a little higher.
+        Every process must call this, with whole parameters. The best weights must exceed the last ones by more than the
+        interval of their ratio, paired by prompt, because the best of several equal figures is always a little higher.
         """
         if self._section.keep == "last":
             return progress

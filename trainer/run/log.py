@@ -1,6 +1,7 @@
 """Log of a training run: metrics.jsonl, trackers and a progress bar.
 
-metrics.jsonl has each step once. When a run resumes, the lines of repeated steps move to metrics.superseded.jsonl.
+metrics.jsonl contains each step once. When a run resumes, the lines of repeated steps are moved to
+metrics.superseded.jsonl.
 """
 
 import json
@@ -34,11 +35,11 @@ _RUN_OF: dict[str, Callable[[Any], str]] = {
     "trackio": lambda run: str(run.name),
     "mlflow": lambda run: str(run.info.run_id),
 }
-"""Functions from a tracker's run to the name under which a later start continues it; TensorBoard needs none."""
+"""Functions from a tracker's run to the name under which it continues at a later start; TensorBoard needs no name."""
 
 
 class Evaluation(NamedTuple):
-    """Held-out figures by name, the drafter's label, and each prompt's new tokens and target passes."""
+    """Held-out figures by name, with the drafter's label and each prompt's new tokens and target passes."""
 
     figures: dict[str, float]
     drafter: str
@@ -46,7 +47,7 @@ class Evaluation(NamedTuple):
 
 
 class Log:
-    """Writer of metrics.jsonl, the trackers and a progress bar (lines without a terminal). Main process only.
+    """Writer of metrics.jsonl, the trackers and a progress bar (lines without a terminal); for the main process only.
 
     The trackers start in `begun`, once all checks have passed.
     """
@@ -68,12 +69,13 @@ class Log:
         self._bar.__exit__(*exception)
         if exception[0] is None:
             self._tell_trackers(lambda tracker: tracker.finish())
-            self._accelerator.trackers.clear()  # otherwise `end_training` finishes them again
+            self._accelerator.trackers.clear()  # otherwise `end_training` would finish them again
 
     def begun(self, progress: Progress, checkpoints: Checkpoints) -> None:
         """Start the trackers. Print the step at which the run resumes, changed settings and skipped checkpoints.
 
-        Main process only; prints nothing of this at a run's first step. Raises UserError if a tracker cannot start.
+        Only the main process calls this. At the first step of a run nothing of this is printed. Raises UserError if a
+        tracker cannot start.
         """
         self._start_trackers(progress)
         self._supersede(progress)
@@ -93,7 +95,7 @@ class Log:
             say(self._console, line)
 
     def _supersede(self, progress: Progress) -> None:
-        """Move the lines of steps and evaluations about to be repeated out of metrics.jsonl."""
+        """Move the lines of steps and evaluations that will be repeated out of metrics.jsonl."""
         if not self._file.exists():
             return
         at_end = progress.step == self._recipe.training.steps
@@ -108,8 +110,8 @@ class Log:
     def step(self, progress: Progress, figures: dict[str, float], times: StepTimes | None) -> None:
         """Log a step's figures; if its time is known, also its speed and the target's share of the time.
 
-        Tokens per second count each trained token of the texts once, however many predictions heads or a DSpark draft
-        make at it.
+        For tokens per second, each trained token of the texts counts once, however many predictions heads or a DSpark
+        draft make at it.
         """
         tokens, self._tokens = progress.tokens - self._tokens, progress.tokens
         note = f"loss {figures['loss']:.3f}"
@@ -152,7 +154,7 @@ class Log:
             "mlflow": {"run_name": name, "run_id": runs.get("mlflow")},
             "tensorboard": {"purge_step": progress.step + 1},
         }
-        # MLflow does not let a run change the settings that it began with.
+        # In MLflow a run cannot change the settings that it began with.
         settings = None if runs else dict(_flat(self._recipe.model_dump(mode="json")))
         try:
             self._accelerator.init_trackers("headstart", settings, named)
@@ -169,7 +171,7 @@ class Log:
             say(self._console, f"figures also go to {begun['wandb'].url}")
 
     def _tell_trackers(self, work: Callable[[GeneralTracker], object]) -> None:
-        """Do the work with each tracker. One that fails gets no more figures, and the run goes on."""
+        """Do the work with each tracker. A tracker that fails gets no more figures, and the run continues."""
         for tracker in tuple(self._accelerator.trackers):
             try:
                 work(tracker)
@@ -182,12 +184,12 @@ class Log:
 
 
 def _is_repeated(line: str, step: int, evaluates: bool) -> bool:
-    """Return True for a line that a run resumed at ``step`` writes again, and for a line without figures."""
+    """Return True for a line without figures, and for a line that a run that resumes at ``step`` writes again."""
     try:
         row = json.loads(line)
         evaluation = any(name.startswith("heldout/") for name in row)
         return bool(row["step"] > step or (row["step"] == step and evaluation and evaluates))
-    except (ValueError, TypeError, KeyError):  # no row of figures
+    except (ValueError, TypeError, KeyError):  # not a row of figures
         return True
 
 
@@ -195,7 +197,7 @@ def _is_repeated(line: str, step: int, evaluates: bool) -> bool:
 
 
 def _flat(section: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a recipe's values under dotted names; TensorBoard needs all but numbers as text."""
+    """Yield a recipe's values under dotted names; for TensorBoard all values except numbers become text."""
     for name, value in section.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{before}{name}.")
@@ -211,7 +213,7 @@ def installed_trackers() -> list[str]:
 def trackers_of(tracking: Sequence[str] | None) -> list[str]:
     """Return the requested trackers that are installed; None requests wandb if ``WANDB_API_KEY`` is set.
 
-    wandb runs offline without a key, in the environment or from ``wandb login``.
+    wandb runs offline if there is no key, neither in the environment nor from ``wandb login``.
     """
     has_key, installed = bool(os.environ.get("WANDB_API_KEY")), installed_trackers()
     wanted = tracking if tracking is not None else ["wandb"] if has_key else []
@@ -223,8 +225,11 @@ def trackers_of(tracking: Sequence[str] | None) -> list[str]:
 
 
 def _is_logged_in() -> bool:
-    """Return True if wandb has stored a key, in ~/.netrc or its settings. Asks neither the user nor the network."""
-    # In a process of its own: a login changes the settings of later runs, and taking it back waits for earlier runs.
+    """Return True if wandb has stored a key, in ~/.netrc or its settings.
+
+    This asks neither the user nor the network.
+    """
+    # In a separate process, because a login changes the settings of later runs, and undoing it waits for earlier runs.
     ask = "import sys, wandb; sys.exit(0 if wandb.login(prompt=False, verify=False) else 3)"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=300, check=False)
     if done.returncode not in (0, 3):

@@ -29,24 +29,26 @@ from trainer.terminal.exit_codes import ExitCode, Stopped
 
 
 class Interrupted(Stopped):
-    """A SIGTERM or SIGINT stopped the run; its state is saved."""
+    """A SIGTERM or SIGINT stopped the run, and its state is saved."""
 
 
 class Hooks(NamedTuple):
     """Callbacks around the steps, each called with the progress so far."""
 
     on_step: Callable[[Progress, dict[str, float]], None]
-    """Called on every process after each optimizer step. Its error saves the state and ends the run on all."""
+    """Called on every process after each optimizer step. An error in it saves the state and ends the run on all
+    processes."""
     evaluate: Callable[[Progress], None]
     """Called on every process with whole parameters, and again if the run resumes at that step.
 
-    It must raise an error on all processes or none: see `agreed`."""
+    It must raise an error either on all processes or on none: see `agreed`.
+    """
     on_begin: Callable[[Progress], None] = lambda progress: None
-    """Called on the main process before the first step, with the progress resumed from."""
+    """Called on the main process before the first step, with the progress from which the run resumes."""
 
 
 def learning_rate_at(step: int, section: TrainingSection) -> float:
-    """Return the learning rate of a step (from 0): linear warm-up, then cosine to zero."""
+    """Return the learning rate of a step (from 0): it warms up linearly and then follows a cosine to zero."""
     warmup = round(section.warmup_fraction * section.steps)
     if step < warmup:
         return section.learning_rate * (step + 1) / warmup
@@ -96,9 +98,9 @@ def train(
             try:
                 hooks.on_step(progress, done.figures)
             except Exception as error:  # noqa: BLE001  # raised below, once the state is saved
-                failed = failed or error  # reaches the other processes with the next step's figures
+                failed = failed or error  # reaches the other processes together with the figures of the next step
             last = progress.step == section.steps
-            # A single process checks once more; several have agreed on stopping with the step's figures.
+            # A single process checks once more; several processes have agreed on stopping with the figures of the step.
             stop = done.stop if accelerator.num_processes > 1 else bool(stop_requested() or failed)
             if stop or last or progress.step % checkpoint_every == 0:
                 _save(accelerator, checkpoints, objective, optimizers, runner, progress)
@@ -134,13 +136,13 @@ def _step(
     progress: Progress,
     notes: Mapping[str, float],
 ) -> _Done:
-    """Do one step over the whole batch: the loss is Σ weight * sum / count, with counts over all processes.
+    """Do one step over the whole batch. The loss is Σ weight * sum / count, with counts over all processes.
 
     ``notes`` are figures to sum over the processes. All figures reach the host before the optimizers step, so a loss or
     gradient that is not finite changes neither weights nor moments.
     """
     step = progress.step
-    # Dropout and the like depend on seed, step and process alone: a resumed run repeats them.
+    # Dropout and similar draws depend only on seed, step and process, so a resumed run repeats them.
     torch.manual_seed((section.seed * 1_000_003 + step) * 4_099 + accelerator.process_index)
     learning_rate = learning_rate_at(step, section)
     set_learning_rates(optimizers, learning_rate, objective.rates(step))
@@ -173,13 +175,14 @@ def _accumulate(
     scale: Float[Tensor, " terms"],
     accelerator: Accelerator,
 ) -> Float[Tensor, "2 terms"]:
-    """Add up a step's gradients; return the sums of this process's losses and hits."""
+    """Add up the gradients of a step; return the sums of this process's losses and hits."""
     sums = torch.zeros(2, len(scale), dtype=_widest(scale.device), device=scale.device)
     for batch, ahead, last in micro_batches:
         with runner.accumulating(last):
             inputs = objective.inputs(batch, step, ahead)
             losses, hits, total = runner.module(*inputs, scale)
-            # Data parallelism averages gradients over processes; counts over all processes require their sum.
+            # Data parallelism averages gradients over processes, but with counts over all processes they must be
+            # summed.
             runner.backward(total * accelerator.num_processes)
         sums += torch.stack([losses, hits])
     return sums
@@ -191,7 +194,7 @@ def _summed(accelerator: Accelerator, values: Tensor) -> Tensor:
 
 
 def _on_host(*values: Tensor) -> list[list[float]]:
-    """Copy tensors to the host as flat lists of numbers, in a step's only transfer."""
+    """Copy tensors to the host as flat lists of numbers; this is the only transfer of a step."""
     wide, device = _widest(values[0].device), values[0].device
     flat = torch.cat([value.detach().flatten().to(device, wide) for value in values])
     numbers = iter(flat.tolist())
@@ -199,7 +202,7 @@ def _on_host(*values: Tensor) -> list[list[float]]:
 
 
 def _by_term(objective: Objective, means: Sequence[float]) -> dict[str, float]:
-    """Name each term's figures; ``means`` are the means of all losses, then of all hits."""
+    """Name the figures of each term; ``means`` are the means of all losses, followed by those of all hits."""
     figures = {}
     for term, loss, hit in zip(objective.terms, means, means[len(objective.terms) :], strict=False):
         figures[f"loss/{term}"] = loss
@@ -224,14 +227,17 @@ def _check_finite(name: str, values: Iterable[float], progress: Progress, checkp
 
 
 def _my_positions(section: TrainingSection, accelerator: Accelerator) -> range:
-    """Return this process's positions in a batch, dealt in turn so any number of processes trains on the same batch."""
+    """Return this process's positions in a batch.
+
+    They are dealt in turn, so the batch does not depend on their number.
+    """
     return range(accelerator.process_index, section.batch_size, accelerator.num_processes)
 
 
 def _write(
     source: BatchSource, objective: Objective, section: TrainingSection, accelerator: Accelerator, step: int
 ) -> Mapping[str, float]:
-    """Have the source write texts if the step needs any; return this process's figures."""
+    """Let the source write texts if the step needs texts; return this process's figures."""
     if not source.writes_at(step):
         return {}
     with whole_parameters(accelerator, objective.module):
@@ -262,7 +268,7 @@ def _save(
 
 
 def _saved_by_all(checkpoints: Checkpoints) -> Saved | None:
-    """Return the state to resume: the first process chooses and verifies it, all others read the same."""
+    """Return the state to resume. The first process chooses and verifies it, and all others read the same state."""
     chosen: list[Saved | None] = []
     on_first(lambda: chosen.append(checkpoints.latest()))
     step = from_first(lambda: chosen[0].progress.step if chosen[0] else 0)
@@ -273,7 +279,7 @@ def _saved_by_all(checkpoints: Checkpoints) -> Saved | None:
         if step not in checkpoints.steps():
             raise UserError(
                 f"the first process resumes from the checkpoint of step {step}, but the output folder here lacks it: "
-                "give an output folder that all machines share"
+                "use an output folder that all machines share"
             )
         return checkpoints.read(step)
 
@@ -282,10 +288,10 @@ def _saved_by_all(checkpoints: Checkpoints) -> Saved | None:
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[Callable[[], int]]:
-    """Yield a function that returns the first SIGTERM or SIGINT received, else 0; a second signal acts as usual.
+    """Yield a function that returns the first SIGTERM or SIGINT received, or 0; a second signal acts as usual.
 
-    The launcher's death counts as a SIGTERM: ``accelerate launch`` does not forward one to a single process, and nobody
-    else stops the processes of a killed ``torchrun``.
+    The death of the launcher counts as a SIGTERM, because ``accelerate launch`` does not forward the signal to a single
+    process, and nothing else stops the processes of a killed ``torchrun``.
     """
     received: list[int] = []
     launched = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()  # set by launchers

@@ -1,11 +1,11 @@
 """A run's state as whole tensors by parameter name, under any launcher.
 
-It consists of trained parameters, the module's buffers and the optimizers' moments, without a frozen target. Names, not
-positions or devices, identify tensors, so a run may resume under another launcher or number of processes.
+It consists of the trained parameters, the module's buffers and the optimizers' moments, without a frozen target. Names,
+not positions or devices, identify tensors, so a run may resume under another launcher or number of processes.
 
-`torch.distributed.checkpoint.state_dict` does not fit: it stores tied weights twice, returns whole tensors on the first
-process alone, and cannot gather on one process, as an evaluation inside `whole_parameters` does. Its setter rejects a
-state that lacks a parameter, or invents a state of one step for it.
+`torch.distributed.checkpoint.state_dict` does not fit. It stores tied weights twice, returns whole tensors only on the
+first process, and cannot gather on one process, as an evaluation inside `whole_parameters` does. If a state lacks a
+parameter, its setter rejects the state or invents one step for the parameter.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,14 +23,14 @@ Tensors = dict[str, Tensor]
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters by name, tied ones once, under their first name."""
+    """Return the trained parameters by name; tied parameters occur once, under their first name."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def gather_weights(module: nn.Module, engine: Any = None, keep: bool = True) -> Tensors:
     """Return trained parameters and buffers, whole, on the host. Every process must call this.
 
-    ``engine`` is DeepSpeed's, if it trains. Without ``keep`` a process only takes part and returns nothing.
+    ``engine`` is the engine of DeepSpeed, if it trains. Without ``keep`` a process only takes part and returns nothing.
     """
     read = _whole if engine is None else _zero_weight
     weights = {name: partial(read, parameter) for name, parameter in trained_parameters(module).items()}
@@ -65,12 +65,12 @@ def _gathered(reads: Mapping[str, Callable[[], Tensor]], keep: bool) -> Tensors:
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy gathered weights into a module not sharded yet; raise UserError if their names differ."""
+    """Copy gathered weights into a module that is not sharded yet; raise UserError if the names differ."""
     places = {**trained_parameters(module), **_buffers(module)}
     if differing := sorted(set(places) ^ set(weights)):
         raise UserError(
             f"the checkpoint belongs to another model: {len(differing)} tensors differ, such as {differing[0]}. "
-            "Give the recipe another output folder, or delete this one to start over"
+            "Set another output folder in the recipe, or delete this one to start over"
         )
     with torch.no_grad():
         for name, place in places.items():
@@ -80,7 +80,7 @@ def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 def load_moments(
     module: nn.Module, optimizers: Sequence[Optimizer], moments: Mapping[str, Tensor], engine: Any = None
 ) -> None:
-    """Load gathered moments into the optimizers of a module already wrapped; do nothing without any."""
+    """Load gathered moments into the optimizers of a wrapped module; without moments do nothing."""
     if not moments:
         return
     by_parameter: dict[str, Tensors] = {}
@@ -96,14 +96,14 @@ def load_moments(
         state = {
             index: {what: _sharded(tensor, parameter) for what, tensor in by_parameter[names[parameter]].items()}
             for index, parameter in parameters
-            if names[parameter] in by_parameter  # the others never had a gradient
+            if names[parameter] in by_parameter  # the other parameters never had a gradient
         }
-        # torch knows where each moment belongs: the kernel of a fused AdamW needs its step count on the GPU.
+        # torch knows the device of each moment; the kernel of a fused AdamW needs its step count on the GPU.
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 
 def _buffers(module: nn.Module) -> Tensors:
-    """Return the persistent buffers, without ``state_dict``: its FSDP hooks would shard whole parameters again."""
+    """Return the persistent buffers without ``state_dict``, whose FSDP hooks would shard whole parameters again."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, part in module.named_modules(remove_duplicate=False)
@@ -125,7 +125,7 @@ def _sharded(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
 
 
-# DeepSpeed's ZeRO joins the parameters of a group into one flat fp32 tensor; each process steps a part of it. DeepSpeed
+# DeepSpeed's ZeRO joins the parameters of a group into one flat fp32 tensor; each process steps one part. DeepSpeed
 # has functions to read and write it by parameter. All parameters of a group share one step count.
 
 
@@ -147,9 +147,9 @@ def _flat_parts(engine: Any) -> list[Tensor]:
 
 
 def _link_moments(engine: Any) -> None:
-    """Link ZeRO-1's and ZeRO-2's parameters to their moments.
+    """Link the parameters of ZeRO-1 and ZeRO-2 to their moments.
 
-    DeepSpeed does so after the first group's step and misses all later groups.
+    DeepSpeed makes these links after the step of the first group, and misses all later groups.
     """
     if engine.zero_optimization_stage() < 3:
         engine.optimizer._hp_optimizer_states_linked = False
@@ -177,7 +177,8 @@ def _load_zero_moments(module: nn.Module, engine: Any, moments: Mapping[str, Ten
     first = next(iter(moments.values()))
     for part in _flat_parts(engine):
         engine.optimizer.optimizer.state[part] = {
-            # The step count goes to the part's device too, as the kernel of a fused AdamW needs it.
+            # The step count is moved to the device of the part as well, because the kernel of a fused AdamW needs it
+            # there.
             key: torch.zeros_like(part) if value.ndim else value.to(part.device, copy=True)
             for key, value in first.items()
         }

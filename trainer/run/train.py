@@ -1,8 +1,8 @@
-"""A whole run, from a recipe to a finished folder: assemble, train, evaluate, write. Also a checkpoint's artefact.
+"""A whole run, from a recipe to a finished folder, and the artefact of a checkpoint.
 
-`assemble` is the only dispatch from a recipe to its job; no other code checks the class of a recipe or an objective.
-A checkpoint's tensors are whole under any launcher (see `state`), so a single process can write its artefact. The
-result is the same as if the run had ended at that step.
+`assemble` is the only dispatch from a recipe to its job; no other code checks the class of a recipe or an objective. A
+checkpoint's tensors are whole under any launcher (see `state`), so a single process can write its artefact. The result
+is the same as if the run had ended at this step.
 """
 
 import json
@@ -67,13 +67,13 @@ def check_folders(recipe: AnyRecipe) -> None:
 
 FILE_NAME = "provenance.json"
 _STORED = ("features", "draft.teacher")
-"""Keys of a job's identity about stored features or logits: finished weights no longer need them."""
+"""Keys of a job's identity about stored features or logits, which finished weights no longer need."""
 
 
 def choose_tree(job: Job, evaluator: Evaluator | None) -> None:
     """Fit the tree of finished heads on training prompts; without an evaluator keep a chain.
 
-    Every process must call this and gets the same tree.
+    Every process must call this, and all get the same tree.
     """
     job.objective.module.eval()  # the module may contain the target
     if evaluator is not None:
@@ -111,7 +111,7 @@ def finish(
 
 
 def _as_trained(recipe: AnyRecipe, stretches: Sequence[Mapping[str, Any]]) -> AnyRecipe:
-    """Return the recipe with the settings of its last trained stretch; the settings may have changed since."""
+    """Return the recipe with the settings of the last steps that were trained; the settings may have changed since."""
     names = type(recipe.training).model_fields
     last = {name: value for name, value in stretches[-1].items() if name in names} if stretches else {}
     return recipe.model_copy(update={"training": recipe.training.model_copy(update=last)})
@@ -120,9 +120,9 @@ def _as_trained(recipe: AnyRecipe, stretches: Sequence[Mapping[str, Any]]) -> An
 def consolidate(checkpoint: Path, destination: Path, trust_remote_code: bool = False) -> str:
     """Write the artefact of a checkpoint with its provenance; return a sentence naming its step.
 
-    Reads the recipe's target and data again. Models run code of their own only with ``trust_remote_code``, whatever the
-    stored recipe says. Raises UserError if they have changed since, or if the checkpoint is
-    damaged or lacks its recipe.
+    Reads the recipe's target and data again. Models run their own code only with ``trust_remote_code``, whatever the
+    stored recipe says. Raises UserError if target or data have changed since, or if the checkpoint is damaged or lacks
+    its recipe.
     """
     state, saved = read_apart(checkpoint)
     recipe = parse_recipe(state["recipe"], f"{checkpoint.name}/state.json")
@@ -151,9 +151,9 @@ def provenance(
     content = recipe.model_dump(mode="json")
     name = recipe.target
     if Path(name).exists():
-        name = str(Path(name).resolve())  # cannot be mistaken for a Hub id
+        name = str(Path(name).resolve())  # so that it is not mistaken for a Hub id
     elif (named := hub_name(name)) is not None:
-        name = str(named._replace(revision=None))  # the revisions have its commit
+        name = str(named._replace(revision=None))  # the revisions contain its commit
     folder = local_folder(recipe.target, weights=False)
     known = {"name": name, "fingerprint": target, **(source_of(folder) or {})}
     if (method := quantisation(folder)) is not None:
@@ -173,7 +173,7 @@ def provenance(
 
 
 def _about(dataset: Dataset, section: DataSection) -> dict[str, Any]:
-    """Describe a data set: digest, rows, commit and its answers' prompts; source and licence if known, else null.
+    """Describe a data set: digest, rows, commit, the prompts of its answers, source and licence (null if unknown).
 
     The source of a hub data set is its id, without revision and configuration.
     """
@@ -237,7 +237,7 @@ def _run(recipe: AnyRecipe, accelerator: Accelerator, process: Process) -> None:
 
 
 def _check_one_job(job: Job) -> None:
-    """Check that all processes have read the same rows and weights, each from its own disk or the hub."""
+    """Check that all processes have read the same rows and weights, because each reads from its own disk or the hub."""
     mine = bound(job.identity)
     if any_process(from_first(lambda: mine) != mine):
         raise UserError(
@@ -262,7 +262,7 @@ def _train(
 
         def evaluate(progress: Progress) -> None:
             watch.evaluate(progress)
-            stopwatch.restart()  # keeps the evaluation out of the next step's time
+            stopwatch.restart()  # so that the evaluation does not count in the time of the next step
 
         hooks = Hooks(on_step, evaluate, on_begin)
         every, source = recipe.checkpoint.every, agreed(lambda: job.source(process))
@@ -274,7 +274,7 @@ def _train(
 def _finish(
     job: Job, accelerator: Accelerator, log: Log, checkpoints: Checkpoints, progress: Progress, finished: Progress
 ) -> None:
-    """Write the artefact of the weights of step ``finished``, then evaluate them; every process takes part."""
+    """Write the artefact with the weights of step ``finished``, then evaluate them; every process takes part."""
     evaluator = agreed(lambda: evaluator_at_end(job, accelerator.device, accelerator))
     agreed(lambda: choose_tree(job, evaluator))
     destination, origin = Path(job.recipe.output) / FINAL, describe(accelerator)

@@ -1,1 +1,1 @@
-"""Served models: asked over OpenAI's protocol, for `headstart verify` and `headstart diagnose`."""
+"""Served models, to which `headstart verify` and `headstart diagnose` send requests in OpenAI's protocol."""

@@ -1,4 +1,4 @@
-"""Comparison of the acceptance that a server counts with the real loop's."""
+"""Comparison of the acceptance that a server counts with the acceptance in the real loop."""
 
 import math
 import statistics
@@ -12,9 +12,9 @@ from trainer.servers.counters import Counts
 ACCEPTANCE = "acceptance by position"
 SAMPLING = "argmax or sampled drafts"
 _Z = 3.29
-"""Standard errors beyond which a difference is significant. A healthy server exceeds them at 1 of 1,000 positions."""
+"""A difference of more standard errors than this is significant. A healthy server has it at 1 of 1,000 positions."""
 _SHORT = 0.9
-"""If a server drafts less than this share of full drafts, it cuts its drafts."""
+"""A server that drafts less than this share of full drafts shortens its drafts."""
 _MORE = "pass more prompts (--limit)"
 _BLIND = f"too few drafts to detect even a server that accepts nothing; {_MORE}"
 _NEITHER = (
@@ -54,12 +54,15 @@ class LoopAcceptance:
 
     @property
     def widened(self) -> float:
-        """Factor by which binomial errors grow because passes of one text are alike; at least 1."""
+        """Factor by which binomial errors grow because passes of the same text are similar; at least 1."""
         return self.deviation / self.binomial if self.binomial else 1.0
 
 
 class Position(NamedTuple):
-    """Share of drafts accepted up to a position (from 1), here and on the server. ``real``: significantly different."""
+    """Share of drafts accepted up to a position (from 1), here and on the server.
+
+    ``real``: they differ significantly.
+    """
 
     position: int
     ours: float
@@ -70,12 +73,13 @@ class Position(NamedTuple):
 def compare_positions(ours: LoopAcceptance, server: Counts) -> list[Position]:
     """Compare the shares of drafts accepted up to each position, using the binomial errors of both sides.
 
-    The errors are widened by the ratio of bootstrap to binomial error, because passes of one text are alike. They are
-    also widened by one draft per text: servers count drafted tokens after the end of a text, the loop here does not.
+    The errors are widened by the ratio of bootstrap to binomial error, because passes of the same text are similar.
+    They are also widened by one draft per text, because servers count drafted tokens after the end of a text and the
+    loop here does not.
     """
     drafts, estimates, found = server.drafts or 0, ours.acceptance.unconditional, []
     for index, reached in enumerate(server.reached[: ours.tokens] if drafts else ()):
-        mine, trials = 0.0, max(ours.acceptance.passes, 1)  # no draft was accepted this far
+        mine, trials = 0.0, max(ours.acceptance.passes, 1)  # no draft was accepted up to here
         if index < len(estimates):
             mine, trials = estimates[index].value, estimates[index].observations
         theirs = reached / drafts
@@ -103,7 +107,7 @@ class Difference(NamedTuple):
 
 
 def difference(ours: LoopAcceptance, server: Counts) -> Difference | None:
-    """Compare tokens per target pass; None if the server has counted none.
+    """Compare tokens per target pass; return None if the server has not counted any.
 
     Without counts (SGLang), the server's figure is assumed to be as uncertain as ours. At the end of each text, one
     draft may count any number of tokens.
@@ -124,7 +128,7 @@ def is_other(ours: LoopAcceptance, server: Counts) -> bool:
 
 
 def compare_acceptance(ours: LoopAcceptance, server: Counts, note: str = "") -> Finding:
-    """Compare acceptance by position, or by the figures that the server reports instead."""
+    """Compare the acceptance by position, or the figures that the server reports instead."""
     figures = figures_of(ours, server)
     both = _in_words(ours, server)
     if server.tokens not in (None, ours.tokens):
@@ -132,7 +136,7 @@ def compare_acceptance(ours: LoopAcceptance, server: Counts, note: str = "") -> 
         remedy = "set the server's number of drafted tokens (num_speculative_tokens in vLLM) to the speculator's"
         return problem(ACCEPTANCE, f"{found}; {both}", remedy, **figures)
     most, drafts = server.tokens or 0, server.drafts or 0
-    # The last draft of each text may be shorter, for lack of room.
+    # The last draft of each text may be shorter, because there may be less room.
     if server.drafted and server.drafted + most * ours.texts < _SHORT * most * drafts:
         found = f"the server drafted {server.drafted / drafts:.2f} tokens at a time, not {most}{note}; {both}"
         remedy = (
@@ -165,7 +169,7 @@ def figures_of(ours: LoopAcceptance, server: Counts) -> dict[str, Any]:
 
 
 def _in_words(ours: LoopAcceptance, server: Counts) -> str:
-    """Return the acceptance of both sides in words, by position if the server counts it."""
+    """Return the acceptance of both sides in words, by position if the server counts by position."""
     lengths = f"tokens per target pass {server.acceptance_length:.2f} ({ours.length:.2f} here, chain of {ours.tokens})"
     if positions := compare_positions(ours, server):
         shares = ", ".join(f"{each.server:.2f} ({each.ours:.2f} here)" for each in positions)
@@ -178,7 +182,7 @@ def compare_sampling(
 ) -> Finding:
     """Infer from the acceptance at a temperature whether the server samples its drafts from q or takes the argmax.
 
-    Sampled drafts are accepted with probability Σ min(p, q), argmax drafts with p of that token.
+    A sampled draft is accepted with probability Σ min(p, q), and an argmax draft with the probability p of its token.
     """
     from_drawn, from_best = difference(sampled, server), difference(argmax, server)
     if from_drawn is None or from_best is None:
@@ -193,7 +197,7 @@ def compare_sampling(
             return undecided(SAMPLING, f"{told}: {_BLIND}")
         return ok(SAMPLING, f"{told}: the server samples its drafts", **figures)
     if is_other(argmax, server):
-        return problem(SAMPLING, f"{told}: the server matches neither", _NEITHER, **figures)
+        return problem(SAMPLING, f"{told}: the server matches neither of them", _NEITHER, **figures)
     if from_best.blind:
         found = f"{told}: the drafts are not sampled, but too few to distinguish argmax drafts from a fault"
         return problem(SAMPLING, found, f"{_MORE}; {_NEITHER}", **figures)

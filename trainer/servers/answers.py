@@ -9,7 +9,7 @@ from decoding.errors import UserError
 from decoding.model.loading import first_line
 
 CONTROLS = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Controls that a server may take from the model's generation config, switched off here.
+"""Values that switch off controls that a server may take from the model's generation config.
 
 vLLM, SGLang and llama.cpp all accept -1 for no top-k; SGLang rejects 0.
 """
@@ -27,9 +27,9 @@ class CompletionRequest:
     top_p: float = 1.0
     seed: int = 0
     logprobs: int | None = None
-    """Number of best tokens to report at each position besides the written one; None for no log-probabilities."""
+    """Number of best tokens to report at each position, plus the written one; None for no log-probabilities."""
     controls: Mapping[str, Any] = field(default_factory=dict)
-    """More fields of the request, such as ``top_k``, under the server's names."""
+    """Further fields of the request, such as ``top_k``, by the server's names."""
 
 
 class Completion(NamedTuple):
@@ -37,9 +37,9 @@ class Completion(NamedTuple):
 
     ``token_ids`` may or may not end with the end-of-text token: servers differ. ``prompt_ids`` is the prompt as the
     server read it. ``prompt_tokens`` and ``tokens`` are the lengths of prompt and answer. ``message`` is the chat
-    message as received. ``model`` is the server's name for the model that answered. ``streamed``: it came in events.
-    ``cached`` counts the prompt's tokens that were not computed again. ``likely`` has the log-probabilities of the best
-    first tokens by id.
+    message as it was received. ``model`` is the server's name for the model that answered. ``streamed`` means that the
+    answer came in events. ``cached`` counts the prompt's tokens that were not computed again. ``likely`` contains the
+    log-probabilities of the best first tokens by id.
     """
 
     text: str
@@ -55,7 +55,7 @@ class Completion(NamedTuple):
     likely: Mapping[int, float] = {}
 
     def with_end(self, tokens: Sequence[int], ends: Sequence[int]) -> tuple[int, ...]:
-        """Return the answer's tokens, including the end token that ended it even if the server omits it."""
+        """Return the answer's tokens with the end token that ended it, even if the server omits this token."""
         omitted = self.finish_reason == "stop" and ends and not set(tokens) & set(ends)
         return (*tokens, ends[0]) if omitted else tuple(tokens)
 
@@ -79,7 +79,7 @@ def completion_of(found: Any, streamed: bool = False) -> Completion:
     if not isinstance(choice, dict):
         raise UserError("the endpoint's response is not a completion", "check --endpoint and --model")
     message = told if isinstance(told := choice.get("message", choice.get("delta")), dict) else {}
-    if isinstance(calls := message.get("tool_calls"), list):  # streams number them
+    if isinstance(calls := message.get("tool_calls"), list):  # in streams the choices are numbered
         for call in calls:
             if isinstance(call, dict):
                 call.pop("index", None)
@@ -111,7 +111,7 @@ def completion_of(found: Any, streamed: bool = False) -> Completion:
 
 _REPLACED = {"id", "object", "created", "model", "usage", "metrics", "role", "type", "name"}
 _REPLACED |= {"finish_reason", "prompt_token_ids"}
-"""Fields that are whole in each event that has them; other texts and lists are continued."""
+"""Fields that are complete in each event that contains them; other texts and lists are continued."""
 
 
 def join_events(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def join_events(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _join(held: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Continue the fields of ``held`` in place: copying them would take seconds for an answer of 32,000 tokens."""
+    """Continue the fields of ``held`` in place, because copies would take seconds for an answer of 32,000 tokens."""
     for name, value in more.items():
         kind = type(value)
         if name in _REPLACED or kind not in (str, list, dict):
@@ -154,7 +154,7 @@ def _add(held: list[Any], each: Any) -> None:
 class StreamedAnswer(NamedTuple):
     """A streamed answer with its times on one clock: the request, the last event, and each event with text.
 
-    ``tokens`` is None if the server does not count them. ``passes[n]`` counts the target passes that accepted n of up
+    ``tokens`` is None if the server does not count tokens. ``passes[n]`` counts the target passes that accepted n of up
     to ``drafts`` drafted tokens. It is empty if the server does not report them per request.
     """
 
@@ -206,7 +206,7 @@ def _count(usage: Any, name: str) -> int | None:
 
 
 def _integers(values: Any) -> tuple[int, ...] | None:
-    """Return a list of token ids as a tuple; None for anything else, also for an empty list."""
+    """Return a list of token ids as a tuple; None for anything else, including an empty list."""
     if not isinstance(values, list) or not values or not all(type(value) is int for value in values):
         return None
     return tuple(values)

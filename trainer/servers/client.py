@@ -1,7 +1,7 @@
-"""Client for a served model: completions, with token ids if the server reports them.
+"""Client for a served model, for completions that have token ids if the server reports them.
 
 Servers differ in three ways, which this module hides. Only some, such as vLLM and llama.cpp, accept prompts of token
-ids. Token ids of an answer come under several names, or not at all. `/metrics` is a sibling of `/v1`.
+ids. Token ids of an answer come under several names, or not at all. `/metrics` has the same parent path as `/v1`.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class ServedModel:
-    """A served model. Synchronous code can send it many requests at a time. Use it as a context manager.
+    """A served model, to which synchronous code can send many requests at a time. Use it as a context manager.
 
     Errors are one-sentence UserErrors: a rejected key, an unknown model, or a server that is down or does not answer.
     """
@@ -75,7 +75,7 @@ class ServedModel:
             try:
                 return read_stream(begin, [(clock(), event) async for event in self._connection.events(body)])
             except APIConnectionError:
-                # llama.cpp closes idle connections unasked. Nothing was answered yet, so restart the clock.
+                # llama.cpp closes idle connections by itself. Nothing has been answered yet, so the clock restarts.
                 if not left:
                     raise
         raise AssertionError("the last try returns or raises")
@@ -105,7 +105,7 @@ class ServedModel:
         return self.takes_ids
 
     def taken_controls(self, prompt: Prompt) -> dict[str, Any]:
-        """Request one token with all `CONTROLS`, then with each alone; return the controls that the server accepts."""
+        """Request one token with all `CONTROLS`, then with each one alone; return those that the server accepts."""
         if self._takes(CompletionRequest(prompt, 1, controls=CONTROLS)):
             return dict(CONTROLS)
         alone = {name: CompletionRequest(prompt, 1, controls={name: value}) for name, value in CONTROLS.items()}
@@ -127,7 +127,7 @@ class ServedModel:
             return None
 
     def _run(self, work: Coroutine[Any, Any, Result], raw: tuple[type[APIError], ...] = ()) -> Result:
-        """Run a coroutine. Turn a server error into a one-sentence UserError, unless its type is in ``raw``."""
+        """Run a coroutine. An error of the server becomes a one-sentence UserError, unless its type is in ``raw``."""
         try:
             return self._runner.run(work)
         except raw:
@@ -149,4 +149,4 @@ async def _at_a_time(
         on_end()
         return found
 
-    return await asyncio.gather(*map(one, items))  # after an error, `close` cancels the others
+    return await asyncio.gather(*map(one, items))  # after an error, `close` cancels the other tasks

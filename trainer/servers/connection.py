@@ -1,4 +1,4 @@
-"""A connection to a served model: checks address and key, and explains errors without the key."""
+"""A connection to a served model, which checks address and key and explains errors without showing the key."""
 
 import asyncio
 import os
@@ -30,19 +30,20 @@ from trainer.servers.answers import Completion, completion_of, join_events, read
 
 News = TypeVar("News")
 RETRIES = 5
-"""How often `openai`'s client repeats a request that may succeed later, with growing delays."""
+"""How often `openai`'s client repeats a request that may succeed later; the delays grow."""
 REFUSED = (BadRequestError, UnprocessableEntityError)
 _KEY = "OPENAI_API_KEY"
 _IDS = {"return_token_ids": True, "return_tokens": True, "verbose": True}
-"""Fields that request token ids: one of vLLM and SGLang, two of llama.cpp."""
+"""Fields that request token ids; the first is for vLLM and SGLang, two are for llama.cpp."""
 _STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 _WAYS: tuple[Mapping[str, Any], ...] = ({**_STREAM, **_IDS}, _IDS, _STREAM, {})
-"""Ways to ask, best first. SGLang's chats reject ids in a stream, and llama.cpp's omit them. Some reject all."""
+"""Ways to ask, the best first. In streamed chats SGLang rejects ids and llama.cpp omits them. Some servers reject
+all."""
 _WITHOUT_IDS = _WAYS[2:]
 _AGAIN = "check the endpoint, then run the same command again"
 _PATIENCE = "check the endpoint; 'headstart regenerate' waits longer with --timeout"
 _SECONDS_A_TOKEN = 1.0
-"""An answer that is not streamed gets so many more seconds for each token that it may have."""
+"""For an answer that is not streamed, this many seconds are added for each token that it may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class Endpoint:
     concurrency: int = 16
     """Requests in flight at a time."""
     timeout: float = 120.0
-    """Seconds of silence after which an answer is given up."""
+    """After this many seconds of silence we stop waiting for an answer."""
 
 
 class BrokenOff(UserError):
@@ -83,8 +84,8 @@ class Connection:
             api_key=self._key or "none",
             timeout=endpoint.timeout,
             max_retries=RETRIES,
-            # A proxy set in the environment cannot see servers on this machine. Redirects may lead to another host, so
-            # neither the key nor a prompt follows them.
+            # A proxy from the environment cannot see servers on this machine. Redirects may lead to another host, so we
+            # send neither the key nor a prompt there.
             http_client=DefaultAsyncHttpxClient(trust_env=not _is_here(self.address), follow_redirects=False),
         )
 
@@ -92,16 +93,16 @@ class Connection:
         """Send a request with ``messages`` or a ``prompt``; return the answer, with token ids if the server has them.
 
         Answers are streamed, so that long ones do not time out, except from servers that report ids only with whole
-        answers. What is rejected only because of these wishes is asked without them from then on. A request is repeated
-        if the connection is lost, not if the server is silent. Raises APIError, or UserError if the answer is not a
-        completion or nothing came in time.
+        answers. If a server rejects a request only because it asks for ids or a stream, later requests do not ask for
+        them. A request is repeated if the connection is lost, but not if the server is silent. Raises APIError, or
+        UserError if the answer is not a completion or nothing came in time.
         """
-        ways, accepted = self._ways, self._accepted  # other requests may change them meanwhile
+        ways, accepted = self._ways, self._accepted  # other requests may change the ways meanwhile
         for way in ways:
             try:
                 answer = await self._again_if_lost({**body, **way})
             except REFUSED:
-                if way in (accepted, ways[-1]):  # what is rejected is not the way to ask
+                if way in (accepted, ways[-1]):  # the server rejects something other than the way to ask
                     raise
                 continue
             if answer.token_ids is not None or way in _WITHOUT_IDS:
@@ -156,7 +157,7 @@ class Connection:
             await stream.close()
 
     async def _news(self, news: Awaitable[News], body: Mapping[str, Any]) -> News:
-        """Wait for the next part of an answer; UserError if it is silent for too long, `BrokenOff` if it is lost."""
+        """Wait for the next part of an answer; raise UserError if it takes too long, `BrokenOff` if it is lost."""
         patience = self.endpoint.timeout
         if "stream" not in body:
             patience += _SECONDS_A_TOKEN * body["max_tokens"]
@@ -175,9 +176,9 @@ class Connection:
         return urlsplit(self.address).netloc.rpartition("@")[2]
 
     def fatal(self, error: APIError) -> UserError | None:
-        """Return the error if every request would fail too (wrong key, model or address, or a redirect); else None.
+        """Return the error if every request would fail (wrong key, model or address, or a redirect); else None.
 
-        Raise it ``from None``: the server may echo the key, and a traceback would show it.
+        Raise it ``from None``, because the server may echo the key, and a traceback would show it.
         """
         if isinstance(error, AuthenticationError | PermissionDeniedError):
             return UserError(
@@ -207,14 +208,14 @@ class Connection:
         status, reason = "", first_line(error)
         if isinstance(error, APIStatusError):
             status, reason = f"HTTP {error.status_code}: ", reason.removeprefix(f"Error code: {error.status_code} - ")
-        return f"{status}{self._without_key(reason)[:300]}"  # cut last, else half a key would stay
+        return f"{status}{self._without_key(reason)[:300]}"  # cut last, otherwise half a key might remain
 
     def _without_key(self, text: str) -> str:
         return text.replace(self._key, "[the key]") if self._key else text
 
 
 def _checked(address: str) -> str:
-    """Return the valid address. Raises UserError without repeating an invalid one: it may hold a password."""
+    """Return the valid address. Raises UserError without repeating an invalid one, which may contain a password."""
     try:
         return str(HttpUrl(address))
     except ValidationError:

@@ -3,10 +3,8 @@
 - vLLM 0.32 (``v1/spec_decode/metrics.py``): the counters ``vllm:spec_decode_num_drafts_total``,
   ``…_draft_tokens_total``, ``…_accepted_tokens_total`` and ``…_accepted_tokens_per_pos_total{position="0"}``;
 - llama.cpp (server of 2026-10): the same counters with the prefix ``llamacpp:``;
-- SGLang 0.5 (``observability/scheduler_metrics_mixin.py``): the gauge ``sglang:spec_accept_length``, measured over the
-  last interval only.
-
-All define the acceptance length as 1 + accepted / passes with a draft.
+- SGLang 0.5 (``observability/scheduler_metrics_mixin.py``): the gauge ``sglang:spec_accept_length``, measured only over
+  the last interval. All servers define the acceptance length as 1 + accepted / passes with a draft.
 """
 
 import math
@@ -31,7 +29,7 @@ class Counts:
 
     ``drafts`` counts the passes with a draft. ``reached[i]`` counts the passes that accepted at least i + 1 drafted
     tokens; its length is the most tokens that the server drafts. ``length`` is the acceptance length of a server that
-    reports no counts. ``cumulative`` means counted since the server's start, so counts can be subtracted.
+    reports no counts. ``cumulative`` means that counts start with the server, so they can be subtracted.
     """
 
     server: str
@@ -77,9 +75,9 @@ class Counts:
 def parse_counts(text: str, model: str | None = None) -> Counts:
     """Parse one model's counts on a Prometheus page: add up counters of several engines, and average gauges.
 
-    ``model`` chooses among several models by the server's name. An acceptance length below 1 is impossible: it is the
-    gauge of an engine that has not drafted, and is left out. Raises NoCounts, or UserError if the text has counts of
-    several models and ``model`` is none of them.
+    ``model`` chooses among several models by the server's name. An acceptance length below 1 is impossible; it is the
+    gauge of an engine that has not drafted, and it is left out. Raises NoCounts, or UserError if the text has counts of
+    several models and ``model`` is not one of them.
     """
     try:
         from prometheus_client.parser import text_string_to_metric_families
@@ -115,7 +113,7 @@ def parse_counts(text: str, model: str | None = None) -> Counts:
 
 
 def find_counts(page: str | None, model: str | None) -> Counts | None:
-    """Return the model's counts on a metrics page; None if there is no page, or it has no counts."""
+    """Return the model's counts on a metrics page; None if there is no page or it has no counts."""
     try:
         return None if page is None else parse_counts(page, model)
     except NoCounts:

@@ -1,4 +1,4 @@
-"""Seven comparisons, in order, that explain why a speculator works here but drafts badly in a server.
+"""Seven ordered comparisons that explain why a speculator works here but drafts badly in a server.
 
 Held-out prompts are replayed on the server and in the real loop. Without a server, configs and weights are compared
 through their folders, and acceptance through a saved metrics page. An earlier difference may cause a later one.
@@ -59,7 +59,10 @@ def kind_of(folder: Path) -> Literal["heads", "dspark", "draft"]:
 
 
 def _of(check: str, differences: Sequence[Difference], otherwise: str, **figures: Any) -> Finding:
-    """Combine differences and their remedies into one finding. Without differences, it says ``otherwise``."""
+    """Combine differences and their remedies into one finding.
+
+    If there are no differences, the finding says ``otherwise``.
+    """
     if not differences:
         return ok(check, otherwise, **figures)
     remedies = "; ".join(dict.fromkeys(remedy for _, remedy in differences))
@@ -127,7 +130,7 @@ def compare_vocabularies(
     stored, known = read_object(served / "config.json", _REMEDY), target.vocab_size
     size = stored.get("vocab_size", (stored.get("text_config") or {}).get("vocab_size"))
     differences: list[Difference] = []
-    if kind_of(served) != "draft":  # these lack a tokenizer
+    if kind_of(served) != "draft":  # these have no tokenizer
         if size != known:
             found = f"the served weights predict {size} tokens, but the target has {known}"
             differences.append((found, "serve weights that were trained on this target"))
@@ -202,7 +205,7 @@ def diagnose(
     """
     if served is None:
         yield undecided(TEMPLATE, "no --endpoint was given")
-    else:  # ask before decoding, so that a server that is down fails early
+    else:  # asked before decoding, so that a server that is down is noticed early
         watch("the server's prompts")
         yield compare_rendered(replay.heldout, ask_rendered(served, replay.heldout), replay.tokenizer)
     watch("the target's own texts")

@@ -1,7 +1,7 @@
 """Answers from OpenAI-compatible servers, for many conversations at a time.
 
-The server applies the chat template and samples with its own generator, by default with the model's generation config.
-It returns texts, and token ids if it has a field for them.
+The server applies the chat template and samples with its own generator, by default as the model's generation config
+says. It returns texts, and token ids if it has a field for them.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from trainer.servers.answers import Completion
 from trainer.servers.connection import Connection, Endpoint
 
 HOPELESS = 50
-"""Consecutive failures that end the run: the endpoints only return errors, or every request is wrong."""
+"""This many failures in a row end the run: the endpoints return only errors, or every request is wrong."""
 _TURNS_APART = 1_000_003  # distance between the seeds of two turns; servers take 31-bit seeds
 
 
@@ -31,7 +31,7 @@ class _Reply(NamedTuple):
 
     message: Message
     tokens: int
-    """0 if the endpoint does not count them."""
+    """0 if the endpoint does not count tokens."""
     truncated: bool
     model: str | None
     ids: tuple[int, ...] | None
@@ -39,7 +39,7 @@ class _Reply(NamedTuple):
 
 
 class _NoAnswer(Exception):
-    """A reply without text to train on, or an error instead of a reply."""
+    """A reply that has no text to train on, or an error instead of a reply."""
 
     def __init__(self, problem: Problem, reason: str) -> None:
         super().__init__(reason)
@@ -47,12 +47,12 @@ class _NoAnswer(Exception):
 
 
 class EndpointBackend:
-    """Source of answers from endpoints of one target: several conversations at once, each turn by turn.
+    """Source of answers from endpoints of one target, for several conversations at a time, each turn by turn.
 
-    Conversations are dealt to the endpoints in turn. If an endpoint rejects a request, or still fails after the
+    Conversations are dealt to the endpoints in rotation. If an endpoint rejects a request, or still fails after the
     client's retries, the next endpoint gets it. An endpoint that could not be reached is asked last from then on. A
-    request that all endpoints fail is set aside. A wrong key, an unknown model, or a request that reaches no endpoint
-    ends the run.
+    request that fails at all endpoints is set aside. A wrong key, an unknown model, or a request that reaches no
+    endpoint ends the run.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class EndpointBackend:
     def outcomes(
         self, conversations: Iterable[OpenConversation], done: Container[AnswerKey], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
-        """Yield finished conversations. A fatal error is raised after the conversations that finished with it.
+        """Yield finished conversations. A fatal error is raised after the conversations that finished together with it.
 
         A conversation is read only when there is room for its request.
         """
@@ -108,7 +108,10 @@ class EndpointBackend:
                 runner.run(self._close(running))
 
     async def _close(self, running: set[asyncio.Task[Outcome]]) -> None:
-        """Cancel the running tasks and close the connections. Collected task errors are not printed by Python."""
+        """Cancel the running tasks and close the connections.
+
+        Errors of the tasks are collected, so Python does not print them.
+        """
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -143,7 +146,7 @@ class EndpointBackend:
         return AnsweredConversation(conversation, answers, tokens, last.truncated, ids, prompts, last.model)
 
     async def _reply(self, conversation: OpenConversation, answers: Sequence[Message]) -> _Reply:
-        """Return the next answer. Raises `_NoAnswer` if every endpoint fails, UserError if none can be reached."""
+        """Return the next answer. Raises `_NoAnswer` if every endpoint fails, and UserError if none can be reached."""
         first = conversation.index % len(self._connections)
         in_turn = [*self._connections[first:], *self._connections[:first]]
         problems, unreached = list[str](), 0
@@ -171,7 +174,7 @@ class EndpointBackend:
         raise _NoAnswer("failed", "; ".join(problems))
 
     def _check_model(self, model: str | None, host: str) -> None:
-        """Raise UserError if the answer comes from another model than the first: rows must not mix two models."""
+        """Raise UserError if the answer comes from another model than the first one: rows must not mix two models."""
         if model is not None:
             first, there = self._first = self._first or (model, host)
             if model != first:
@@ -210,7 +213,7 @@ def _read(completion: Completion) -> _Reply:
         raise _NoAnswer("empty", "the answer is empty")
     try:
         json.dumps(answer, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # it fits neither in the next request nor in a training row
+    except UnicodeEncodeError as error:  # it cannot be in the next request or in a training row
         raise _NoAnswer("failed", f"the answer contains half a character ({error.reason})") from error
     ids = completion.token_ids
     return _Reply(answer, completion.tokens or 0, truncated, completion.model, ids, completion.prompt_ids)

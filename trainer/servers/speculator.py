@@ -1,6 +1,6 @@
 """A trained speculator: loads it, drafts as a server does, and compares it with the served weights.
 
-For a DSpark draft, also common misreadings of its config, which make it draft badly here or in a server.
+For a DSpark draft there are also common misreadings of its config, which make it draft badly here or in a server.
 """
 
 import copy
@@ -32,7 +32,7 @@ from trainer.export.readback import heads_logits
 from trainer.target.loading import OnlineTarget
 
 _Z = 3.29
-"""Standard errors beyond which a difference is significant."""
+"""Number of standard errors beyond which a difference counts as significant."""
 _THETAS = (1e4, 5e5, 1e6)
 CAUSAL = "a causal block"
 """Name of the misreading that hides the right keys only in a batch of one text."""
@@ -51,7 +51,7 @@ def other_readings(draft: DSparkDraft, target: CausalLM) -> Iterator[tuple[str, 
         try:
             config = replace(draft.config, **change)
             config.check_fits(target)
-        except UserError:  # the layer does not exist, or a DFlash draft cannot be read that way
+        except UserError:  # the layer does not exist, or a DFlash draft cannot be misread in this way
             continue
         changed = copy.deepcopy(draft)
         changed.config = config
@@ -109,7 +109,7 @@ def misread(check: str, target: CausalLM, draft: DSparkDraft, texts: Sequence[Se
 def _hits(
     target: CausalLM, online: OnlineTarget, draft: DSparkDraft, texts: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Tensor]:
-    """Return the tokens of the texts in all blocks, and for each whether it is the draft's top-1."""
+    """Return the tokens of the texts in all blocks, and for each token whether it is the draft's top-1."""
     blocks = (block for text in texts for block in block_logits(DSpark(draft, target), online, text, 1))
     labels, hits = zip(*((labels, logits.argmax(-1) == labels) for _, labels, logits in blocks), strict=True)
     return torch.cat(labels), torch.cat(hits)
@@ -120,7 +120,7 @@ _DRAFT_TOKENS = 4
 _KINDS = {"heads": "heads", "draft": "draft", "draft-tree": "draft", "dspark": "dspark"}
 """Drafter's name -> kind of its weights."""
 _LEAST = 0.98
-"""Share of equal top-1 tokens below which the weights differ: rounding to bf16 alone changes fewer tokens."""
+"""If fewer top-1 tokens than this share are equal, the weights differ: rounding to bf16 changes fewer tokens."""
 _WEIGHTS = "model.safetensors"
 _REMEDY = "export the speculator again from the run that was measured, and point the server at the new folder"
 
@@ -151,7 +151,7 @@ class Speculator(NamedTuple):
 
     @property
     def max_positions(self) -> int | None:
-        """Length of the longest text that it drafts for; None if unlimited."""
+        """Length of the longest text for which it drafts; None if there is no limit."""
         return self.chain(1).max_positions
 
     def chain_length(self, wanted: int | None) -> int:
@@ -163,7 +163,10 @@ class Speculator(NamedTuple):
         return min(wanted or most, most)
 
     def chain(self, tokens: int, sampled: bool = True) -> Drafter:
-        """Make a drafter of chains. Above temperature 0 it samples from q, or takes the argmax unless ``sampled``."""
+        """Make a drafter of chains.
+
+        Above temperature 0 it samples from q if ``sampled``, and otherwise takes the argmax.
+        """
         if isinstance(self.weights, CausalLM):
             return DraftModelDrafter(self.weights, tokens, sampled)
         drafter: MedusaDrafter | DSparkDrafter
@@ -238,7 +241,7 @@ def compare_top_1(
 
 
 def _other_tensors(trained: Weights, read: Weights) -> str:
-    """Return, in brackets, which tensors differ, and whether the first has the same rows in another order."""
+    """Return in brackets which tensors differ, and whether the first one has the same rows in another order."""
     ours, theirs = ((side.model if isinstance(side, CausalLM) else side).state_dict() for side in (trained, read))
     names = [name for name in ours if name not in theirs or not torch.equal(ours[name], theirs[name])]
     if not names:

@@ -1,12 +1,11 @@
 """Comparisons of a server's reading of a prompt with the chat template, and of its greedy texts with the target.
 
-A text has the target's best token or a near-tie everywhere, and the same end.
-
-A server can also score its greedy texts, without a draft, in passes over one token and over several. A pass over
-several tokens may round differently from passes over one, most of all with quantised weights. Speculation verifies its
-drafts in passes over several tokens, so its texts may leave those of plain decoding at near-ties. These scores tell
-such differences from faults. Every request asks for one token, so nothing is drafted. The server's cache holds all but
-the last ``width`` tokens of its prompt, so these are computed in one pass.
+A correct text has the target's best token or a near-tie everywhere, and the same end. A server can also score its
+greedy texts, without a draft, in passes over one token and in passes over several. A pass over several tokens may round
+differently from passes over one token, most of all with quantised weights. Speculation verifies drafts in passes over
+several tokens, so its texts may depart from those of plain decoding at near-ties. The scores distinguish such
+differences from faults. Every request asks for one token, so nothing is drafted. The server's cache contains all but
+the last ``width`` tokens of the prompt, so these tokens are computed in one pass.
 """
 
 import math
@@ -32,7 +31,7 @@ TEMPLATE = "token ids of the prompt"
 _CONTEXT = 4
 """Tokens shown before and after the first difference."""
 _COMPARED = 4
-"""Number of prompts to compare; a template treats all alike."""
+"""Number of prompts to compare; more are not needed, because a template treats all of them alike."""
 
 Messages = list[dict[str, str]]
 
@@ -46,14 +45,14 @@ class HeldOutPrompt(NamedTuple):
 
 
 class ServerPrompt(NamedTuple):
-    """A prompt as the server read it: token ids and length, each None if not reported."""
+    """A prompt as the server read it: its token ids and its length; each is None if it is not reported."""
 
     ids: tuple[int, ...] | None
     length: int | None
 
 
 def ask_rendered(served: "ServedModel", prompts: Sequence[HeldOutPrompt]) -> list[ServerPrompt]:
-    """Return how the server read the first prompts; each takes a request for one token."""
+    """Return how the server read the first prompts; for each, one token is requested."""
     few = prompts[:_COMPARED]
     requests = [CompletionRequest(each.text if each.messages is None else tuple(each.messages), 1) for each in few]
     answers = [(answer.prompt_ids, answer.prompt_tokens) for answer in served.many(requests)]
@@ -154,7 +153,7 @@ def compare_texts(
     tokenizer: PreTrainedTokenizerBase,
     max_new_tokens: int,
 ) -> Finding:
-    """Compare greedy answers with the target token by token, given the same tokens before each.
+    """Compare greedy answers with the target token by token, after the same previous tokens.
 
     ``reference`` is the target at temperature 1, with its end-of-text tokens. ``ours`` are the target's greedy texts;
     they help to tokenize answers that came as text only.
@@ -166,7 +165,7 @@ def compare_texts(
     ]
     identity = greedy_identity(reference, cut_at_ends(reference, texts, max_new_tokens))
     fault, dtype = identity.figures["first_fault"], reference.target.dtype
-    if fault is not None:  # another model's texts also end elsewhere
+    if fault is not None:  # texts of another model also end elsewhere
         fp32 = dtype == torch.float32 and identity.figures["widest_fault"] <= near_tie(torch.bfloat16)
         remedy = _OTHER_DTYPE if fp32 else _OTHER_END if {fault["token"], fault["best"]} & set(eos) else _OTHER_MODEL
         return replace(identity, check=TEXT, remedy=remedy)
@@ -183,8 +182,8 @@ def tokens_of(
 ) -> tuple[int, ...]:
     """Return an answer's tokens, including the EOS that ended it even if the server omits it.
 
-    If the answer is only text, use our tokens as far as they spell it, and tokenize only the rest: tokens of the whole
-    text could differ from ours before the texts do.
+    If the answer is only text, our tokens are used as far as they spell it, and only the rest is tokenized: tokens of
+    the whole text could differ from ours earlier than the texts do.
     """
     found = list(answer.token_ids or ())
     if answer.token_ids is None:
@@ -198,9 +197,9 @@ def tokens_of(
 
 CHECK = "rounding or rule"
 _BEST, _MOST_WALKS = 20, 16
-"""Tokens whose scores are compared at a place, and differences of a text that are also scored at the other width."""
+"""Number of tokens whose scores are compared at a place, and of a text's differences that are scored at both widths."""
 _MOST_ROUNDING = 4 * near_tie(torch.bfloat16)
-"""A larger change of a gap by the width of a pass is a fault: rounding to 8 bits, as in bf16, cannot cause it."""
+"""If the width of a pass changes a gap by more, it is a fault: rounding to 8 bits, as in bf16, cannot cause it."""
 Scores = Mapping[int, float]
 """Log-probabilities of the best tokens by id."""
 
@@ -219,8 +218,8 @@ class Scorer(NamedTuple):
     def scores(self, text: EngineText, last: int, width: int) -> dict[int, Scores]:
         """Return the scores of tokens by their place in the text (from 0), from passes over ``width`` tokens.
 
-        The last pass scores place ``last``. The first pass after the prompt may be narrower; its scores are left out.
-        Raises UserError if the server reports no scores, or computes more tokens than asked.
+        The last pass scores place ``last``. The first pass after the prompt may be narrower, so its scores are left
+        out. Raises UserError if the server reports no scores, or computes more tokens than asked.
         """
         found, known = dict[int, Scores](), 0
         for place in (0, *range(last % width or width, last + 1, width)):
@@ -239,11 +238,12 @@ class Scorer(NamedTuple):
 
 
 def rounding_or_rule(scorer: Scorer, texts: Sequence[EngineText], width: int, ends: Sequence[int]) -> Finding:
-    """Score greedy texts one token at a time and ``width`` tokens at a time, and judge where they leave the first.
+    """Score greedy texts one token and ``width`` tokens at a time, and judge where they depart from the first.
 
-    A difference is a token that is not the best of its place in passes over one token. Rounding explains it if its gap
-    to the best is not above the largest change of a gap between two tokens by the width of a pass, and that change is
-    small enough for rounding. ``ends`` are the ids that end a text. The finding is open if the server cannot be asked.
+    A difference is a token that is not the best of its place in passes over one token. Rounding explains it if two
+    conditions are met. Its gap to the best token is at most the largest change of a gap between two tokens that the
+    width of a pass causes, and this change is small enough for rounding. ``ends`` are the ids that end a text. The
+    finding is open if the server cannot be asked.
     """
     gaps, changes, turned, places = list[float](), list[float](), 0, 0
     try:
@@ -277,8 +277,9 @@ def rounding_or_rule(scorer: Scorer, texts: Sequence[EngineText], width: int, en
 def explained(identity: Finding, evidence: Finding, quantised: bool) -> Finding:
     """Return the finding of `greedy_identity` as a note if rounding in the server explains its faults.
 
-    ``evidence`` is the finding of `rounding_or_rule`, with what the width of a pass changes. For ``quantised`` weights
-    a near-tie of bf16 is rounding too, because llama.cpp's kernels for them round activations to 8 bits.
+    ``evidence`` is the finding of `rounding_or_rule`, which says what the width of a pass changes. For ``quantised``
+    weights a near-tie of bf16 also counts as rounding, because llama.cpp's kernels for them round activations to 8
+    bits.
     """
     rounding = max(evidence.figures.get("largest_change", 0.0), near_tie(torch.bfloat16) if quantised else 0.0)
     if evidence.status != "ok" or identity.figures["widest_fault"] > rounding:

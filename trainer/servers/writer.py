@@ -1,4 +1,4 @@
-"""Texts of a served model, as the target's token ids, for `headstart verify`."""
+"""Texts of a served model as token ids of the target, for `headstart verify`."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -16,17 +16,17 @@ from trainer.servers.texts import Scorer, rounding_or_rule
 Source = Literal["token ids", "token ids with the log-probabilities", "texts alone, tokenized again here"]
 
 _SCORED_TEXTS = 16
-"""Texts with a fault that a server is asked to score, which takes one request per token."""
+"""Number of texts with a fault that a server is asked to score; scoring takes one request per token."""
 _USUAL_DRAFT = 7
-"""Drafted tokens of a server that does not count them."""
+"""Number of drafted tokens that we assume for a server that does not count them."""
 
 
 class ServedWriter:
     """A served model that continues prompts of token ids.
 
-    Construction asks the server how it reports token ids, if it accepts prompts of token ids, and if it accepts
-    controls besides temperature and top-p. Raises UserError if it rejects a control that is to be tested, or reads
-    another prompt than it was sent. Without a ``tokenizer``, the server must accept and report token ids.
+    Construction asks the server how it reports token ids, whether it accepts prompts of token ids, and whether it
+    accepts controls other than temperature and top-p. Raises UserError if it rejects a control that is to be tested, or
+    reads another prompt than it was sent. Without a ``tokenizer``, the server must accept and report token ids.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class ServedWriter:
         self.retold = 0
         """Texts that had to be tokenized again, because the server reported no token ids."""
         self.unlike = 0
-        """Retold texts that do not decode to the same text."""
+        """Texts tokenized again that do not decode to the same text."""
         self.greedy: list[EngineText] = []
-        """The greedy texts that it wrote last."""
+        """The greedy texts that the server wrote last."""
         self._logprobs: int | None = None
         if self._answer(prompt, None).token_ids is None:
             self._logprobs = 1
@@ -132,7 +132,7 @@ class ServedWriter:
 
 
 def _ids_of(answer: Completion) -> tuple[int, ...] | None:
-    """Return the token ids that the server reports, also for an empty answer; None if it reports none."""
+    """Return the token ids that the server reports, even for an empty answer; None if it does not report ids."""
     if answer.token_ids is not None:
         return answer.token_ids
     return () if not answer.text and answer.finish_reason == "stop" else None

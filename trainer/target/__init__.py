@@ -1,1 +1,1 @@
-"""The frozen target: loading it, and its states and logits, online or on disk."""
+"""The frozen target: how it is loaded, and its states and logits, computed when needed or stored on disk."""

@@ -1,9 +1,9 @@
-"""Features: the target's hidden states on disk, replacing runs of the target. See `trainer.target.store`.
+"""Features: the target's hidden states on disk, which replace runs of the target. See `trainer.target.store`.
 
-A row belongs to one token. For heads, it contains the input of the lm_head; the lm_head's weight is stored too. For a
-DSpark draft, it contains the states after the layers that the draft reads, and after the last layer but one. From the
-latter, the last layer computes the lm_head's input at every step. Any number of heads or drafts can use the same
-features.
+A row belongs to one token. For heads, it contains the input of the lm_head, and the weight of the lm_head is stored as
+well. For a DSpark draft, it contains the states after the layers that the draft reads, and after the last layer but
+one. From the latter, the last layer computes the lm_head's input at every step. Any number of heads or drafts can use
+the same features.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,9 +38,9 @@ from trainer.target.loading import OnlineTarget, Target, logit_transform
 from trainer.target.store import BATCH_TOKENS, MANIFEST, Column, Identity, Store, ensure_store
 
 LARGEST_KL = 0.01
-"""Most nats by which stored states may change the target's distribution, on average."""
+"""Largest mean change of the target's distribution by stored states that is accepted, in nats."""
 _MEASURED = 32
-"""Most examples, and most tokens of each, at which this change is measured."""
+"""Largest number of examples, and of tokens in each, at which this change is measured."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class FeatureIdentity(Identity):
         return tuple(map(int, self.layers.split(", "))) if self.layers else ()
 
     def columns(self) -> dict[str, Column]:
-        """Return a column of states (one per layer if there are several), and for int8 a column of scales."""
+        """Return a column of states (one state per layer if there are several) and, for int8, a column of scales."""
         each = (len(self.taps),) if self.layers else ()
         if self.states == "int8":
             return {"hidden": Column(torch.int8, (*each, self.hidden_size)), "scale": Column(torch.float32, each)}
@@ -107,10 +107,10 @@ class FeatureWriter:
         return BATCH_TOKENS
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the lm_head's weight; UserError for an lm_head with a bias."""
+        """Return the lm_head's weight; raise UserError for an lm_head with a bias."""
         lm_head = self.target.model.get_output_embeddings()
         if getattr(lm_head, "bias", None) is not None:
-            raise UserError("the target's lm_head has a bias, and heads do not support one: give another target")
+            raise UserError("the target's lm_head has a bias, and heads do not support one: use another target")
         return {"lm_head": lm_head.weight.detach().cpu().contiguous()}
 
     @torch.inference_mode()
@@ -170,7 +170,7 @@ class FeatureStore(Store[FeatureIdentity]):
 
 
 class StoredFeatures:
-    """`trainer.target.loading.HiddenStates` from disk, without a loaded target."""
+    """`trainer.target.loading.HiddenStates` read from disk, without a loaded target."""
 
     def __init__(self, store: FeatureStore, config: PreTrainedConfig, device: torch.device) -> None:
         """Read ``store`` for training on ``device``; ``config`` is the target's."""
@@ -190,7 +190,7 @@ class StoredFeatures:
 
 
 class LastLayer(OnlineTarget):
-    """A target of which only the last layer runs, for the lm_head's input."""
+    """A target that runs only its last layer, to compute the lm_head's input."""
 
     def __init__(self, target: CausalLM) -> None:
         """Raise UserError if the target's last layer reads more than the previous layer's states."""
@@ -218,7 +218,7 @@ class LastLayer(OnlineTarget):
 
 
 class StoredTaps(LastLayer):
-    """States of a target's layers from disk; only the last layer runs, for the lm_head's input."""
+    """States of a target's layers from disk; only the last layer runs, to compute the lm_head's input."""
 
     def __init__(self, target: CausalLM, store: FeatureStore) -> None:
         super().__init__(target)
@@ -239,14 +239,15 @@ def ensure_features(
     """Write the missing features of these examples and return them all; ``taps`` are the layers that a draft reads.
 
     Every process calls this and waits for the others. Raises UserError, before anything is written, if states in the
-    section's dtype would give another distribution than the target's.
+    section's dtype would have another distribution than the target's.
     """
     layers = sorted({*taps, target.model.num_layers - 2}) if taps else ()
     identity = FeatureIdentity.of(target.model, target.fingerprint, target.tokenizer, examples, section, layers)
     folder = Path(section.folder)
     writer = FeatureWriter(target.model, identity)
     if identity.columns()["hidden"].dtype != identity.torch_dtype:
-        # The first looks for the manifest: others may have another disk, and another run may write it meanwhile.
+        # The first process looks for the manifest: others may have another disk, and another run may write it
+        # meanwhile.
         on_first(lambda: None if (folder / MANIFEST).exists() else process.say(_check_rounding(writer, examples)))
     layout = ensure_store(writer, examples, folder, section.shard_tokens, process)
     return FeatureStore(folder, identity, layout)
@@ -276,7 +277,7 @@ def rounding_kl(writer: FeatureWriter, examples: Sequence[Example]) -> Float[Ten
 
 
 def _check_rounding(writer: FeatureWriter, examples: Sequence[Example]) -> str:
-    """Say how far stored states change the target's distribution; raise UserError above `LARGEST_KL`."""
+    """Return how much stored states change the target's distribution, in words; raise UserError above `LARGEST_KL`."""
     found, states = rounding_kl(writer, examples), writer.identity.states
     kl = float(found.mean())
     told = f"states in {states} change the target's distribution by {kl:.2g} nats (mean KL of {len(found)} tokens)"

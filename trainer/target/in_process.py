@@ -1,4 +1,4 @@
-"""Answers by the target in this process, in groups of conversations that every run repeats."""
+"""Answers by the target in this process, in groups of conversations that are the same in every run."""
 
 import logging
 import math
@@ -22,13 +22,13 @@ from trainer.data.self_written import UserTurn
 from trainer.recipe.common import DataSection
 
 GROUP = 4
-"""Batches in a group: larger groups keep batches full. A resumed run decodes an unfinished group anew."""
+"""Number of batches in a group. Larger groups keep batches full, but a resumed run repeats an unfinished group."""
 TURN = 2**32
-"""Distance between the seeds of successive turns: more than any file has rows."""
+"""Distance between the seeds of successive turns, which exceeds the number of rows in any file."""
 _LOGGER = logging.getLogger(__name__)
 _UNDRAFTED = (
     "answers that may grow beyond the draft's context of %s tokens are decoded without drafts: lower --max-new-tokens "
-    "if that concerns most of them"
+    "if this is true for most of them"
 )
 
 
@@ -49,7 +49,7 @@ class TargetBackend:
         batch_size: int,
         user: UserTurn | None = None,
     ) -> None:
-        """``user`` lets the target write turns without messages."""
+        """With ``user`` the target writes turns that have no messages."""
         self._target, self._tokenizer, self._engine = target, tokenizer, Engine(target, drafter)
         self._user = user
         self._config, self._batch_size, self._warned = config, batch_size, False
@@ -65,7 +65,7 @@ class TargetBackend:
                 yield from self._answer(group, on_tokens)
 
     def _answer(self, group: Sequence[OpenConversation], on_tokens: Callable[[int], None]) -> Iterator[list[Outcome]]:
-        """Answer a group turn by turn, each turn for all open conversations."""
+        """Answer a group turn by turn; each turn covers all open conversations."""
         texts = [_Text(conversation) for conversation in group]
         for turn in range(max(len(conversation.turns) for conversation in group)):
             seed = self._config.seed + group[0].index + turn * TURN
@@ -81,7 +81,10 @@ class TargetBackend:
                     yield [text.outcome()]
 
     def _write(self, texts: Sequence["_Text"], seed: int, on_tokens: Callable[[int], None]) -> list[Outcome]:
-        """Let the target write the next user's turn of each text; end and return those whose turn cannot be used."""
+        """Let the target write the user's next turn of each text.
+
+        End and return the texts whose turn cannot be used.
+        """
         if not texts:
             return []
         user = self._user
@@ -100,7 +103,7 @@ class TargetBackend:
         return [text.outcome() for text in ended]
 
     def _said(self, tokens: list[int], config: DecodingConfig) -> tuple[str, bool]:
-        """Return the text of decoded tokens without their end, and True if they lack one."""
+        """Return the text of decoded tokens without the end token, and True if there is no end token."""
         truncated = tokens[-1] not in config.eos_token_ids
         return read_answer(self._tokenizer, tokens if truncated else tokens[:-1], truncated), truncated
 
@@ -111,9 +114,9 @@ class TargetBackend:
         seed: int,
         on_tokens: Callable[[int], None],
     ) -> Iterator[tuple["_Text", list[int]]]:
-        """Yield each text with its answer's tokens when it ends; text i is decoded with the seed ``seed + i``.
+        """Yield each text with its answer's tokens when the text ends; text i is decoded with the seed ``seed + i``.
 
-        Texts that may grow beyond the drafter's context come last, without drafts.
+        Texts that may grow beyond the drafter's context come last and are decoded without drafts.
         """
         drafter, most = self._engine.drafter, config.max_new_tokens
         limit = None if drafter is None else drafter.max_positions
@@ -156,7 +159,7 @@ class _Text:
 
     @property
     def lacks_turn(self) -> bool:
-        """True if the target writes the next turn itself."""
+        """True if the target itself writes the next turn."""
         return not self.conversation.turns[len(self.answers)]
 
     def add_turn(self, content: str) -> None:

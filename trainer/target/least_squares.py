@@ -1,13 +1,11 @@
-"""First weights of heads and of Markov biases, by least squares on the target's own states instead of at random.
+"""First weights of heads and Markov biases, fitted by least squares to the target's own states instead of random.
 
-An lm_head predicts well from inputs that resemble the target's own last states. So a regression of the state y, from
-which the target predicts a token, on the state x that a head reads, and on the token b before the predicted one,
-
-    y = A_k x + a_k + T[b]    for head k,
-
-already is a speculator: on SmolLM2-135M-Instruct its acceptance at the first token is 0.35 after one pass over 58,000
-tokens, where 90 steps of gradient descent from the identity reach 0.27. Training starts from there. T is the same for
-all heads; of rank r, it is a `decoding.model.markov.MarkovBias` once the lm_head has been applied.
+An lm_head predicts well from inputs that resemble the target's own last states. Therefore this regression is already a
+speculator: y = A_k x + a_k + T[b] for head k, where y is the state from which the target predicts a token, x is the
+state that the head reads, and b is the token before the predicted one. Measured on SmolLM2-135M-Instruct, its
+acceptance at the first token is 0.35 after one pass over 58,000 tokens, where 90 steps of gradient descent from the
+identity reach 0.27. Training starts from there. T is the same for all heads; of rank r, it is a
+`decoding.model.markov.MarkovBias` once the lm_head has been applied.
 """
 
 from collections.abc import Sequence
@@ -23,15 +21,15 @@ from trainer.data.batch import Example, collate, flat_rows
 from trainer.target.loading import HiddenStates
 
 _TOGETHER = 4096
-"""Tokens from which rows are run: enough for a GPU."""
+"""Number of tokens that run together, enough to keep a GPU busy."""
 _RIDGE = 0.1
-"""Penalty on A, relative to the mean variance of x: few tokens must fit a square matrix."""
+"""Penalty on A, relative to the mean variance of x; few tokens have to fit a square matrix."""
 _SPREAD = 3.0
-"""Root mean square of a fitted bias's embedding, as of a random one (`MedusaHeads`)."""
+"""Root mean square of the embedding of a fitted bias, the same as that of a random one (`MedusaHeads`)."""
 
 
 class Start(NamedTuple):
-    """First weights, on the CPU: of the heads' maps, and T as a product of two matrices."""
+    """First weights, on the CPU: those of the heads' maps, and T as a product of two matrices."""
 
     maps: Float[Tensor, "heads hidden hidden"]
     """A_k, from x (columns) to y (rows)."""
@@ -54,7 +52,7 @@ class Fit(NamedTuple):
     """T[b]."""
 
     def start(self, rank: int) -> Start:
-        """Approximate T in this rank: one direction is its mean, the others are its principal components."""
+        """Approximate T in this rank: one direction is the mean of T, the others are its principal components."""
         share = (self.counts / self.counts.sum().clamp(min=1))[:, None]
         mean = (share * self.means).sum(0)
         apart = self.means - mean
@@ -68,10 +66,10 @@ class Fit(NamedTuple):
 
 @torch.no_grad()
 def fit_states(states: HiddenStates, examples: Sequence[Example], heads: int, most: int) -> Fit:
-    """Fit ``heads`` heads on evenly spaced examples with at most about ``most`` tokens; 0 heads: T alone.
+    """Fit ``heads`` heads on evenly spaced examples with at most about ``most`` tokens; with 0 heads, fit only T.
 
-    T[b] is shrunk towards the mean over all tokens, as if that had been seen once more. Reads each state once and keeps
-    sums only: (hidden, hidden) twice and (known tokens, hidden) for each head.
+    T[b] is shrunk towards the mean over all tokens, as if this mean had been seen once more. Each state is read once,
+    and only sums are kept: (hidden, hidden) twice and (known tokens, hidden) for each head.
     """
     size, device = sum(len(example.tokens) for example in examples), states.lm_head.device
     chosen = range(0, len(examples), max(1, -(-size // most)))
@@ -140,7 +138,7 @@ def _ridge(xx: Float[Tensor, "hidden hidden"], xy: Float[Tensor, "hidden hidden"
 
 @torch.no_grad()
 def start_bias(bias: MarkovBias, start: Start, lm_head: Float[Tensor, "outputs hidden"]) -> None:
-    """Set a bias to T as ``lm_head`` writes it; tokens that never occurred get the mean over all tokens."""
+    """Set a bias to T mapped by ``lm_head``; tokens that never occurred get the mean over all tokens."""
     columns, weight = start.coefficients.shape[1], bias.embedding.weight
     bias.output.weight[:, :columns] = (lm_head.float() @ start.directions.to(lm_head.device)).to(bias.output.weight)
     weight[:, 0], weight[:, 1:columns] = float(start.coefficients[0, 0]), 0.0

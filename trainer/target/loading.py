@@ -86,7 +86,7 @@ def load_target(recipe: MedusaRecipe | DraftRecipe, device: torch.device, tokeni
 
 
 def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) -> CausalLM:
-    """Load only the model, on any number of processes; raise UserError if it does not fit the recipe's data."""
+    """Load the model only, on any number of processes; raise UserError if it does not fit the recipe's data."""
     dtype = parse_dtype(recipe.dtype)
     one_process = int(os.environ.get("WORLD_SIZE", "1")) == 1  # one process may use all GPUs
     place = None if device.type == "cuda" and one_process else device
@@ -106,7 +106,7 @@ class HiddenStates(Protocol):
     """A frozen target's states and lm_head, for training heads."""
 
     transform: LogitTransform | None
-    """Function from the lm_head's products to logits; None if they are equal."""
+    """Function from the lm_head's products to logits; None if logits are the products."""
 
     @property
     def lm_head(self) -> Float[Tensor, "vocab hidden"]:
@@ -133,7 +133,7 @@ class OnlineTarget:
         return weight
 
     def read(self, batch: Batch) -> Tensor | None:
-        """Return None: nothing is stored."""
+        """Return None, because nothing is stored."""
         return None
 
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
@@ -163,13 +163,13 @@ class OnlineTarget:
 
 
 _ENOUGH = 512
-"""Tokens of a forward pass beyond which a CPU's products get no faster."""
+"""Products on a CPU do not get faster with more tokens than this in a forward pass."""
 
 
 def _of_similar_length(batch: Batch) -> list[tuple[list[int] | slice, int]]:
-    """Return the rows to run together, each time with the length of the longest.
+    """Return groups of rows to run together, each with the length of its longest row.
 
-    A GPU runs all of them. A CPU runs few rows of similar length at a time, which need little padding.
+    A GPU runs all rows together. A CPU runs few rows of similar length at a time, which need little padding.
     """
     everything: list[tuple[list[int] | slice, int]] = [(slice(None), batch.tokens.shape[1])]
     if batch.tokens.device.type != "cpu":
@@ -187,7 +187,7 @@ def _of_similar_length(batch: Batch) -> list[tuple[list[int] | slice, int]]:
 
 
 def logit_scale(config: PreTrainedConfig) -> float:
-    """Return the factor from the lm_head's products to logits: Cohere multiplies, Granite divides."""
+    """Return the factor from the lm_head's products to logits; Cohere multiplies by a number, Granite divides."""
     factor, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
     return float(factor or 1.0) / float(divisor or 1.0)
 
@@ -204,10 +204,10 @@ def logit_transform(config: PreTrainedConfig) -> LogitTransform | None:
 def check_logits(model: PreTrainedModel, role: str = "target") -> None:
     """Raise UserError for a model whose logits are not `logit_transform` of its lm_head's products.
 
-    Losses are computed from these products and would train a wrong distribution.
+    Losses are computed from these products, so they would train a wrong distribution.
     """
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise UserError(f"the {role}'s lm_head has a bias, and training does not support one: give another {role}")
+        raise UserError(f"the {role}'s lm_head has a bias, and training does not support one: use another {role}")
     tokens = torch.tensor([[0, 1]], device=model.device)
     with capture_lm_head_input(model) as captured:
         logits = model(input_ids=tokens, use_cache=False).logits
@@ -218,5 +218,5 @@ def check_logits(model: PreTrainedModel, role: str = "target") -> None:
     if not torch.allclose(logits[0].float(), expected.float(), rtol=0.05, atol=0.05 * float(expected.abs().max())):
         raise UserError(
             f"training does not support how the {role} ({model.config.model_type}) turns lm_head products into logits: "
-            f"give another {role}"
+            f"use another {role}"
         )

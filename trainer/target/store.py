@@ -1,4 +1,4 @@
-"""Store on disk of what a target computes for a data set: written once, read at every step.
+"""Store on disk of what a target computes for a data set; it is written once and read at every step.
 
 A folder contains shards of rows (see `trainer.files.folders`), ``weights.safetensors`` for tensors shared by all
 examples, and ``manifest.json`` with the origin and the rows of each example. An `Identity` defines the row and its
@@ -31,7 +31,7 @@ from trainer.terminal.console import ProgressBar, say
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 BATCH_TOKENS = 8192  # of a forward pass, padding included; one example may be longer
 _LOGITS = 1 << 28  # most logits of a forward pass
-_SPARE_BYTES = 1 << 28  # left free on the disk, besides a twentieth of the bytes to write
+_SPARE_BYTES = 1 << 28  # left free on the disk, in addition to a twentieth of the bytes to write
 
 
 class Column(NamedTuple):
@@ -47,12 +47,12 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Identity(ABC):
-    """The origin of a folder: runs with another identity must not use it. Digests are SHA-256 in hexadecimal."""
+    """The origin of a folder, which runs with another identity must not use. Digests are SHA-256 in hexadecimal."""
 
     noun: ClassVar[str]
-    """The content's name in messages."""
+    """The name of the content in messages."""
     row: ClassVar[str]
-    """A row's name in messages."""
+    """The name of a row in messages."""
     setting: ClassVar[str]
     """The recipe's key for the folder."""
 
@@ -62,7 +62,7 @@ class Identity(ABC):
     data: str
     vocab_size: int
     dtype: str
-    """The target's dtype by torch's name, such as ``bfloat16``."""
+    """The target's dtype by its name in torch, such as ``bfloat16``."""
 
     @staticmethod
     def of_target(target: CausalLM, fingerprint: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -105,22 +105,22 @@ class Writer(Protocol):
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens of a forward pass, padding included; one example may be longer."""
+        """Tokens of a forward pass, including padding; a single example may be longer."""
 
     def weights(self) -> dict[str, Tensor]:
         """Return the tensors shared by all examples, on the CPU."""
 
     def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
-        """Run the target on a batch; return the columns of its rows, example by example, on any device."""
+        """Run the target on a batch; return the columns of all rows, example by example, on any device."""
 
 
 def tokens_of_a_forward(vocab_size: int) -> int:
-    """Return how many tokens fit in a forward pass with logits for each."""
+    """Return how many tokens fit in a forward pass that computes logits at each token."""
     return min(BATCH_TOKENS, _LOGITS // vocab_size)
 
 
 def estimate_bytes(examples: Sequence[Example], identity: Identity) -> int:
-    """Return the size of a folder for these examples, except a few hundred bytes per file."""
+    """Return the size of a folder for these examples, up to a few hundred bytes per file."""
     return sum(map(identity.num_rows, examples)) * identity.row_bytes + identity.weight_bytes
 
 
@@ -132,7 +132,7 @@ MadeFrom = TypeVar("MadeFrom", bound=Identity)
 class Store(Generic[MadeFrom]):
     """A complete folder, memory-mapped: only the rows of a batch are copied. ``layout`` is from `ensure_store`.
 
-    Raises UserError if this machine lacks files: all must share the folder.
+    Raises UserError if files are missing on this machine, because all machines must share the folder.
     """
 
     def __init__(self, folder: Path, identity: MadeFrom, layout: ShardLayout) -> None:
@@ -175,7 +175,7 @@ def _stamp(identity: Identity, layout: ShardLayout) -> str:
 
 
 def _missing(names: Sequence[str], folder: Path, stamp: str, verify: bool = False) -> list[str]:
-    """Return the names of files that are missing, incomplete or of another origin; ``verify``: or damaged."""
+    """Return the names of files that are missing, incomplete, of another origin or, with ``verify``, damaged."""
     return [name for name in names if not is_whole(folder / name, stamp, verify)]
 
 
@@ -193,10 +193,11 @@ def _read_manifest(folder: Path, identity: Identity) -> ShardLayout | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path} cannot be read ({error or type(error).__name__})",
-            "start again if the disk failed for a moment, else remove this file; intact shards of this data are reused",
+            "start again if the disk failed for a moment, otherwise remove this file; intact shards of this data are "
+            "reused",
         ) from error
     names = [field.name for field in fields(identity)]
-    remedy = f"give {identity.setting} another folder"
+    remedy = f"set {identity.setting} to another folder"
     if found.keys() != set(names):
         raise UserError(f"{folder} does not contain {identity.noun}", remedy)
     if other := [name for name in names if found[name] != getattr(identity, name)]:
@@ -222,8 +223,8 @@ def ensure_store(
     """Write the missing and damaged files of a folder for these examples; return its layout.
 
     Intact files stay untouched, so this may be killed and called again. Every process calls it, writes a share of the
-    shards, and waits for the others and for other runs writing the same folder. A complete folder may be on a disk
-    without locks. Raises UserError if the folder was written with another identity, or the disk is too small.
+    shards, and waits for the others and for other runs writing the same folder. A folder that is complete may be on a
+    disk without locks. Raises UserError if the folder was written with another identity, or the disk is too small.
     """
     with ExitStack() as held:
 
@@ -307,7 +308,7 @@ def _batches(
 ) -> Iterator[list[int]]:
     """Yield a shard's examples with rows in batches of similar length, the longest first.
 
-    Batches depend neither on files already written nor on the process.
+    Batches depend neither on files that exist already nor on the process.
     """
     order = sorted((i for i in shard if layout.lengths[i]), key=lambda index: -len(examples[index].tokens))
     while order:

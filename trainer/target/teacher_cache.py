@@ -1,12 +1,12 @@
 """The teacher cache: the target's best logits and a sample of the rest on disk, to train drafts without the target.
 
-A row is a position with a trained next token (`Batch.labelled`); prompts do not get rows. It contains ids and logits of
-the ``top_k`` best tokens and of ``tail`` others drawn with replacement by the target's probabilities, and the logsumexp
-over all tokens. See `trainer.learning.losses.SampledTailTeacher` and Sparse Logit Sampling (2503.16870).
+A row belongs to a position whose next token is trained (`Batch.labelled`); prompts have no rows. A row contains ids and
+logits of the ``top_k`` best tokens and of ``tail`` others, drawn with replacement by the target's probabilities, and
+the logsumexp over all tokens. See `trainer.learning.losses.SampledTailTeacher` and Sparse Logit Sampling (2503.16870).
 
-Logits keep the model's dtype and are divided by the temperature on reading: a quotient in bf16 would be rounded again.
-The logsumexp and the sample are at the temperature. An id takes two bytes, or three if the vocabulary exceeds 65,536
-tokens: a row of 60 tokens in bf16 has 244 or 304 bytes.
+Logits keep the model's dtype and are divided by the temperature when they are read, because a quotient in bf16 would be
+rounded again. The logsumexp and the sample belong to the temperature. An id takes two bytes, or three if the vocabulary
+exceeds 65,536 tokens: a row of 60 tokens in bf16 has 244 or 304 bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,9 +30,9 @@ from trainer.recipe.draft import TeacherSection
 from trainer.target.loading import Target
 from trainer.target.store import Column, Identity, Store, ensure_store, tokens_of_a_forward
 
-_SEED = 20_170_706  # of the sample, the same in every cache
+_SEED = 20_170_706  # seed of the sample, the same in every cache
 _TWO_BYTES = 1 << 16
-_IN_CACHE, _AT_ONCE = 1 << 20, 1 << 25  # probabilities to draw from at a time: on a CPU, elsewhere
+_IN_CACHE, _AT_ONCE = 1 << 20, 1 << 25  # probabilities to draw from at a time, on a CPU and elsewhere
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,12 @@ class TeacherWriter:
         return tokens_of_a_forward(self.identity.vocab_size)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return an empty dict: the store holds only tensors that belong to examples."""
+        """Return an empty dict, because all tensors in this store belong to examples."""
         return {}
 
     @torch.inference_mode()
     def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the rows of the labelled positions; other positions' logits are not computed."""
+        """Return the rows of the labelled positions; logits at other positions are not computed."""
         identity, labelled, model = self.identity, batch.labelled(1), self.target.model
         of_labels = capture_lm_head_input(model, lambda hidden: hidden[labelled.to(hidden.device)][None])
         with of_labels:
@@ -117,7 +117,7 @@ class TeacherWriter:
         return {name: torch.cat([part[name] for part in parts]) for name in identity.columns()}
 
     def _kept(self, logits: Float[Tensor, "rows vocab"], uniforms: Float[Tensor, "rows tail"]) -> dict[str, Tensor]:
-        logits = logits.to(self.identity.torch_dtype)  # round first: the total belongs to the stored logits
+        logits = logits.to(self.identity.torch_dtype)  # rounded first, because the total belongs to the stored logits
         scores = logits.float() / self.identity.temperature
         best = logits.topk(self.identity.top_k).indices
         tokens = torch.cat((best, sample_tail(scores, best, uniforms.to(logits.device))), 1)
@@ -143,9 +143,9 @@ def sample_tail(
     """
     lowest = torch.finfo(scores.dtype).min
     rest = scores.clamp(min=lowest).scatter_(1, best, -torch.inf).softmax(-1)
-    sums = rest.cumsum(-1, dtype=torch.float64)  # in fp32 the rare tokens of a large vocabulary add nothing
+    sums = rest.cumsum(-1, dtype=torch.float64)  # in fp32 the rare tokens of a large vocabulary would add nothing
     drawn = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True)  # the product is below the last sum
-    # A GPU adds in another order: sums may rise slightly at a token of probability 0.
+    # A GPU adds in another order, so sums may rise slightly at a token of probability 0.
     return torch.where(rest.gather(1, drawn) > 0, drawn, rest.argmax(-1, keepdim=True))
 
 

@@ -1,4 +1,4 @@
-"""The tokens that a drafter with a reduced vocabulary writes: the most frequent ones that it is trained on."""
+"""The tokens that a drafter with a reduced vocabulary writes: the most frequent ones among its trained tokens."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ def most_frequent_trained(
         ends.add(tokenizer.eos_token_id)
     always = sorted(token for token in ends if token < known)
     if count < len(always):
-        raise UserError(f"{setting} is {count} but {len(always)} tokens end texts: raise it above that")
+        raise UserError(f"{setting} is {count} but {len(always)} tokens end texts: raise it above this number")
     texts = (predicted[predicted < known].tolist() for predicted in map(Example.predicted, examples))
     return most_frequent_tokens(texts, count, known, always)
 
@@ -51,7 +51,7 @@ def coverage(examples: Sequence[Example], tokens: Sequence[int] | Int[Tensor, " 
 def say_coverage(
     process: Process, drafter: str, examples: Sequence[Example], tokens: Int[Tensor, " outputs"] | None
 ) -> None:
-    """Say which share of the trained tokens a drafter can write, if its vocabulary is reduced."""
+    """Print which share of the trained tokens a drafter can write, if its vocabulary is reduced."""
     if tokens is not None and process.is_first:
         share = coverage(examples, tokens)
         process.say(f"{drafter} can write {len(tokens):,} tokens: {share:.1%} of trained tokens")

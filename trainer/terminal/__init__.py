@@ -1,1 +1,1 @@
-"""Output on the terminal: consoles, progress bars, streamed texts and exit codes."""
+"""Output to the terminal: consoles, progress bars, streamed texts and exit codes."""

@@ -1,4 +1,4 @@
-"""Consoles that print text literally, without rich's markup; progress of long work; the silencing of libraries."""
+"""Consoles that print text literally, without rich's markup; progress of long work; and silencing of libraries."""
 
 import logging
 import os
@@ -20,11 +20,11 @@ from decoding.measure.markdown import visible
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Raise the error again: the command has an exit code for it."""
+        """Raise the error again, because the command has an exit code for it."""
         raise
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render with every text `visible`, to keep control characters in texts from the terminal."""
+        """Render with every text `visible`, so that control characters in texts do not reach the terminal."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 
@@ -32,7 +32,7 @@ class _Console(Console):
 def standard_output(**options: Any) -> Console:
     """Return a console for results, without any style if NO_COLOR is set."""
     if os.environ.get("NO_COLOR"):
-        options.setdefault("color_system", None)  # by itself rich drops colours but keeps bold
+        options.setdefault("color_system", None)  # by itself rich removes colours but keeps bold
     return _Console(markup=False, highlight=False, emoji=False, **options)
 
 
@@ -42,7 +42,7 @@ def standard_error(**options: Any) -> Console:
 
 
 def wide(console: Console, width: int = 190) -> Console:
-    """Return a console wide enough for tables in a file or pipe; else ``console`` itself."""
+    """Return a console wide enough for tables if output goes to a file or pipe; otherwise return ``console`` itself."""
     return (
         console if console.is_terminal or "COLUMNS" in os.environ else standard_output(file=console.file, width=width)
     )
@@ -91,14 +91,14 @@ _VARIABLES = {
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     "DATASETS_VERBOSITY": "error",
     "HF_HUB_VERBOSITY": "error",
-    "TOKENIZERS_PARALLELISM": "false",  # we tokenize texts one by one; otherwise it warns at every fork
+    "TOKENIZERS_PARALLELISM": "false",  # we tokenize texts one by one, and otherwise it would warn at every fork
     "WANDB_SILENT": "true",
 }
 """Variables that libraries read on import; values set by the user stay."""
 
 
 def quiet_libraries() -> None:
-    """Silence libraries except for errors and download bars on a terminal; call this before importing them."""
+    """Silence libraries, except for errors and download bars on a terminal; call this before importing them."""
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
     if not is_terminal():
@@ -111,7 +111,7 @@ def quiet_libraries() -> None:
 
 
 LINE_SECONDS = 15.0
-"""Seconds between lines without a terminal."""
+"""Seconds between lines if there is no terminal."""
 
 
 class ProgressBar:
@@ -161,7 +161,7 @@ class ProgressBar:
         return self._clock() - self._began
 
     def begin(self, completed: int) -> None:
-        """Start the clock with ``completed`` items already done; they do not count for the pace."""
+        """Start the clock with ``completed`` items already done, which do not count for the pace."""
         self.completed = self._before = completed
         self._began = self._last_line = self._clock()
         self._bar.reset(self._task, completed=completed, total=self._total)
@@ -171,7 +171,7 @@ class ProgressBar:
         self.update(self.completed + count)
 
     def update(self, completed: int | None = None, *, total: int | None = None, note: str | None = None) -> None:
-        """Set the items done, their total and the note; None keeps a value."""
+        """Set the number of finished items, the total and the note; None keeps the old value."""
         self.completed = self.completed if completed is None else completed
         self._total = self._total if total is None else total
         self._note = self._note if note is None else note

@@ -31,7 +31,7 @@ def exit_code_line() -> str:
     return ", ".join(f"{code.value} {code.short}" for code in ExitCode)
 
 
-class Stopped(Exception):  # not an error: the work can be resumed
+class Stopped(Exception):  # not an error, because the work can be resumed
     """Work ended by a signal, with its state saved; ``code`` is the signal's exit code."""
 
     def __init__(self, message: str, code: ExitCode = ExitCode.TERMINATED) -> None:

@@ -1,4 +1,4 @@
-"""Printing of a text while it is decoded, its figures, and Ctrl-C that ends only the text."""
+"""Prints a text while it is decoded, and its figures; Ctrl-C ends only the text."""
 
 import signal
 import threading
@@ -14,7 +14,7 @@ from decoding.measure.markdown import visible
 from decoding.text import Step, Tally, TextDecoder, stream_pieces
 
 DRAFTED, OWN = Style.parse("green"), Style.parse("bold")
-"""Styles of accepted draft tokens and of the target's own; bold differs even without colours."""
+"""Styles of accepted draft tokens and of the target's tokens; bold is visible even without colours."""
 
 
 def shows_styles(console: Console) -> bool:
@@ -31,9 +31,9 @@ def legend() -> Text:
 def show_steps(
     console: Console, steps: Iterable[Step], tokenizer: TextDecoder, hidden: Container[int] = (), coloured: bool = True
 ) -> None:
-    """Write a text step by step, and end its last line; leave out the tokens in ``hidden``.
+    """Write a text step by step and end its last line; tokens in ``hidden`` are left out.
 
-    A pipe gets the text as the model wrote it, a terminal without control characters.
+    A pipe receives the text as the model wrote it. On a terminal, control characters are removed.
     """
     styled, last = coloured and shows_styles(console), "\n"
     try:
@@ -50,7 +50,7 @@ def show_steps(
 
 
 def summary(tally: Tally, name: str) -> str:
-    """Return one line with tokens per target pass and tokens/s; ``name`` is the drafter's, with its label."""
+    """Return one line with tokens per target pass and tokens/s; ``name`` is the name of the drafter, with its label."""
     if not tally.passes:
         return f"{name}: no token after the prefill"
     return (
@@ -65,10 +65,10 @@ Item = TypeVar("Item")
 
 
 class CtrlC:
-    """Handler of Ctrl-C while entered; ``asked`` is True once it was pressed.
+    """Handler of Ctrl-C inside its context; ``asked`` is True once Ctrl-C was pressed.
 
-    The first Ctrl-C ends `until_asked` after the current item, a second one ends the block at once. It does nothing
-    outside the main thread, or if the process ignores Ctrl-C, as in a script's background job.
+    The first Ctrl-C ends `until_asked` after the current item; a second one ends the block immediately. The handler
+    does nothing outside the main thread, or if the process ignores Ctrl-C, as in a background job of a script.
     """
 
     def __init__(self) -> None:

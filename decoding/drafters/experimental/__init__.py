@@ -1,1 +1,1 @@
-"""Drafters that are the fastest in no table of the results; they are small, and lossless like all others."""
+"""Drafters that are not the fastest in any table of results. They are small, and as lossless as all others."""

@@ -1,13 +1,13 @@
 """A cascade (Spector and Re 2308.04623; Chen et al. 2312.11462): a small draft drafts for a larger draft.
 
 The small draft writes a chain, and one pass of the large draft verifies it with a lossless rule. This repeats after the
-kept tokens until the large draft's own chain is complete, which the target then verifies. So the large draft runs fewer
-passes than tokens.
+kept tokens until the large draft's chain is complete; then the target verifies the chain. The large draft thus runs
+fewer passes than it drafts tokens.
 
 The lossless rule makes every token of the chain a draw from q, the large draft's distribution in the token's context,
-whatever the small draft guessed. The chain's length does not depend on the draws. The outer rule therefore sees what it
-would see if the large draft had drafted alone: a sampled chain with its q. At temperature 0 the chain is the large
-draft's greedy one.
+whatever the small draft guessed. The chain's length does not depend on the draws. The target's rule therefore sees what
+it would see if the large draft had drafted alone: a sampled chain with its q. At temperature 0 the chain is the one
+that the large draft writes greedily.
 """
 
 from collections.abc import Sequence
@@ -48,9 +48,9 @@ class CascadeDrafter(Drafter):
         self, draft: CausalLM, small: CausalLM, tokens: int = 8, small_tokens: int = 3, sampled: bool = True
     ) -> None:
         if tokens < 1 or small_tokens < 1:
-            raise UserError(f"tokens is {tokens} and small_tokens {small_tokens}: give at least 1 of each")
+            raise UserError(f"tokens is {tokens} and small_tokens {small_tokens}: use at least 1 of each")
         if draft.model is small.model:
-            raise UserError("both drafts of the cascade are the same model: give a smaller one as small")
+            raise UserError("both drafts of the cascade are the same model: use a smaller one as small")
         self.draft = draft
         self.small = small
         self.tokens = tokens
@@ -65,7 +65,7 @@ class CascadeDrafter(Drafter):
         return frozenset({self.growth.kind(sampling)})
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "CascadeSession":
-        # Besides the small draft's chain, the large draft runs tokens of the text that it lacks.
+        # The large draft runs the small draft's chain, and before it any tokens of the text that are not in its cache.
         large, small = (
             DraftState(draft, target, sampling, rows, max_length, 2 * self.max_nodes + self.growth.tree.max_depth)
             for draft in (self.draft, self.small)
@@ -81,7 +81,10 @@ class _Judged(NamedTuple):
 
 
 class CascadeSession(RowsSession):
-    """Both drafts' states on a batch. Its texts are those of the requests, each with the chain drafted last."""
+    """Both drafts' states on a batch.
+
+    Its texts are the texts of the requests, each followed by the chain drafted last.
+    """
 
     def __init__(self, drafter: CascadeDrafter, large: DraftState, small: DraftState) -> None:
         super().__init__(large)
@@ -160,7 +163,7 @@ class CascadeSession(RowsSession):
         guesses: Sequence[Proposal],
         logits: Sequence[Float[Tensor, "nodes vocab"]],
     ) -> list[_Judged]:
-        """Return the large draft's verdict on each guess, which writes the token ``vocab`` if q has no mass at all."""
+        """Return the large draft's verdict on each guess; the verdict's token is ``vocab`` if q has no mass at all."""
         states, sampling = self._large.rows, self._large.rows.sampling
         history = None
         if sampling.needs_history:
@@ -179,7 +182,8 @@ class CascadeSession(RowsSession):
                 _Judged(verdict, None) for verdict in decide(guesses, scores, SamplingConfig(), None, None, sources)
             ]
         q = probabilities(flat, sampling, history)
-        # A last token that means none has all the mass if no token is allowed. The logarithms are logits of the same q.
+        # An extra last token, which means "none", has all the mass if no token is allowed. The logarithms are logits of
+        # the same q.
         massless = q.isnan().any(-1, keepdim=True)
         scores = torch.cat([q.masked_fill(massless, 0), massless.to(q)], -1).log()
         padded = [guess if guess.q is None else replace(guess, q=F.pad(guess.q, (0, 1))) for guess in guesses]

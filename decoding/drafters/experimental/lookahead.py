@@ -5,16 +5,16 @@ level l of column i is l + i positions after the text's last token, which is lev
 form a chain, the trunk. A token of a higher level is the child of the token one level below it in its column. So the
 window is a tree, and a tree's mask replaces lookahead's own attention mask.
 
-Each target pass also predicts the token after every column's last level. That completes one n-gram per column for the
-pool. The levels then move down by one, and the predicted tokens become the last level (a Jacobi step for all positions
-at once). The pool's n-grams that begin with the text's last token are the tree's other branches, the guesses to be
-verified in the same pass.
+Each target pass also predicts the token after every column's last level. Each column is then a complete n-gram, which
+goes into the pool. The levels move down by one, and the predicted tokens become the last level (a Jacobi step for all
+positions together). The n-grams in the pool that begin with the text's last token are the tree's other branches: the
+guesses that the same pass verifies.
 
 The tree depends on the text and on the logits of earlier passes, never on this step's random numbers. So it is
 deterministic, and a rule for deterministic proposals is lossless at any temperature: given all earlier steps the tree
 is fixed, and each token is drawn from the target's distribution in its context. A path of the window may therefore be
-accepted too. The predictions are the target's argmax without sampling controls; that changes only how often they are
-accepted.
+accepted as well. The predictions are the target's argmax without sampling controls; that changes only how often they
+are accepted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,17 +33,17 @@ from decoding.rules.tree import Proposal, ProposalKind, TokenTree, TokenTrie
 class LookaheadDrafter(Drafter):
     """Drafter without a second model: W = ``window``, N = ``ngram`` and G = ``guesses`` of the paper.
 
-    ``guesses`` limits the n-grams kept for each first token, and thereby the branches tried in a step. The n-grams of
-    the prompt and the output are in the pool too. A step without room for the whole window runs only guesses.
+    ``guesses`` limits the n-grams kept for each first token, and thereby the branches tried in a step. The pool also
+    contains the n-grams of the prompt and the output. If a step has no room for the whole window, it runs guesses only.
     """
 
     name = "lookahead"
 
     def __init__(self, window: int = 8, ngram: int = 4, guesses: int = 8) -> None:
         if window < 1 or guesses < 1:
-            raise UserError(f"window is {window} and guesses {guesses}: give at least 1 of each")
+            raise UserError(f"window is {window} and guesses {guesses}: use at least 1 of each")
         if ngram < 2:
-            raise UserError(f"ngram is {ngram}: give at least 2, the text's last token and one guess")
+            raise UserError(f"ngram is {ngram}: use at least 2, the text's last token and one guess")
         self.window = window
         self.ngram = ngram
         self.guesses = guesses
@@ -94,15 +94,15 @@ class _Window:
         self._prompt_length = prompt_length
         self._columns: list[list[int]] = []  # tokens of each column, from level 0 up
         self._pool: dict[int, dict[tuple[int, ...], None]] = {}
-        """First token -> the rests of its latest n-grams, the latest last."""
+        """First token -> the remaining tokens of its latest n-grams; the latest n-gram comes last."""
         self._read = 0
         self.ends: list[int] = []
-        """Node of the last tree at the end of each column; empty if the window did not run."""
+        """The node at the end of each column in the last tree; empty if the window did not run."""
 
     def grow(self, request: DraftRequest, device: torch.device) -> TokenTree:
         """Return the tree of the guesses, and of the window if the request has room for it."""
         tokens, drafter = request.tokens, self._drafter
-        if not self._columns:  # any tokens would do; prompt tokens are likely to recur
+        if not self._columns:  # any tokens would work; tokens of the prompt are likely to recur
             prompt = tokens[: self._prompt_length]
             self._columns = [
                 [prompt[(level + column) % len(prompt)] for level in range(drafter.ngram - 1)]

@@ -1,8 +1,8 @@
-"""A draft model with another tokenizer than the target's: the two exchange text.
+"""A draft model whose tokenizer differs from the target's: the two models exchange text.
 
 Follows `transformers`' universal assisted generation (``assistant_tokenizer``). At every step the draft's tokenizer
-encodes the text anew, and the target's tokenizer encodes the draft's continuation. This is slower than a draft with the
-same tokenizer.
+encodes the text again, and the target's tokenizer encodes the draft's continuation. This is slower than a draft with
+the same tokenizer.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import Proposal, ProposalKind, TokenTree, common_length
 
-_LOOKBEHIND = 10  # number of earlier tokens that are encoded with the new ones, to split them as in the whole text
+_LOOKBEHIND = 10  # earlier tokens that are encoded together with new ones, which are then split as in the whole text
 _HALF = "\ufffd"  # replacement character, written by decoders for the bytes of an incomplete character
 
 
@@ -39,11 +39,12 @@ class OtherTokenizerDrafter(TextDrafter):
         tokens: int = 5,
     ) -> None:
         if tokens < 1:
-            raise UserError(f"tokens is {tokens}: give at least 1")
+            raise UserError(f"tokens is {tokens}: use at least 1")
         largest = max(draft_tokenizer.get_vocab().values())
         if largest >= draft.vocab_size:
             raise UserError(
-                f"the draft's tokenizer has token {largest}, the draft only {draft.vocab_size}: give its own tokenizer"
+                f"the draft's tokenizer has token {largest}, but the draft has {draft.vocab_size} tokens: use its own "
+                "tokenizer"
             )
         self.draft = draft.with_static(None)  # a static model has one cache
         self.draft_tokenizer = draft_tokenizer
@@ -125,7 +126,7 @@ class OtherTokenizerSession(TextSession):
         tokenizer = self._drafter.target_tokenizer
         known = _decode(tokenizer, tokens[-_LOOKBEHIND:])
         whole = _encode(tokenizer, known + new)
-        # Index of the first new token in the whole; None if a token reaches across the known text's end.
+        # Index of the first new token among all tokens; None if one token contains both known and new text.
         behind = (end for end in range(1, len(whole)) if _decode(tokenizer, whole[:end]) == known)
         end = next(behind, None)
         translated = whole[end:] if end is not None else _encode(tokenizer, new)

@@ -19,16 +19,16 @@ Load = Callable[[DrafterSpec], Drafter]
 
 _PRIOR_TRIALS = 2.0
 _FALL = 0.5
-"""Prior of a rank's share, relative to the previous rank; it weighs as much as `_PRIOR_TRIALS` trials."""
+"""Prior of a rank's share, relative to the share of the previous rank; it counts as `_PRIOR_TRIALS` trials."""
 DEEPEST_CHAIN = 10
 """Tokens of the longest chain tried with a draft model whose chain length is not given."""
 _TOP_SHARE, _SHARE_FALL, _DEPTH_FALL = 0.6, 0.5, 0.85
-"""Typical shares for the first tree: the top token's share, and its decrease per rank and per depth."""
+"""Typical shares for the first tree: the share of the top token, and the decrease per rank and per depth."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A requested drafter, and its largest form; measuring this form measures all smaller ones."""
+    """A requested drafter and its largest form, whose measurement covers all smaller forms."""
 
     spec: DrafterSpec
     kind: Literal["tree", "chain", "fixed"]
@@ -52,11 +52,12 @@ class Family:
 def family_of(spec: DrafterSpec, load: Load, most_nodes: int, most_depth: int) -> Family:
     """Return the family of a spec.
 
-    ``most_nodes`` bounds trees, with the root. ``most_depth`` bounds a draft model's chain if the spec gives no length.
+    ``most_nodes`` limits the nodes of trees, including the root. ``most_depth`` limits the chain of a draft model if
+    the spec does not set its length.
 
-    For heads and DSpark drafts the plan may choose any tree, unless the spec gives a tree or tokens. For draft models,
-    lookups and other drafters of chains it chooses the length, up to the given tokens. Hybrids and given trees are
-    measured in their given size only.
+    For heads and DSpark drafts the plan may choose any tree, unless the spec sets a tree or tokens. For draft models,
+    lookups and other drafters of chains it chooses the length, up to the tokens in the spec. Hybrids and trees from a
+    spec are measured in their own size only.
     """
     drafter, given = load(spec), set(spec.options)
     if isinstance(drafter, MedusaDrafter | DSparkDrafter) and not given & {"tree", "tokens"}:
@@ -79,7 +80,7 @@ def family_of(spec: DrafterSpec, load: Load, most_nodes: int, most_depth: int) -
 def first_tree(depth: int, ranks: int, nodes: int) -> Paths:
     """Return the tree for the first measurement of acceptance, chosen for typical heads.
 
-    It contains the whole chain, because a chain better than typical must be measured to its end.
+    It contains the whole chain, because a chain that is better than typical must be measured to its end.
     """
     shares = [[_TOP_SHARE * _DEPTH_FALL**level * _SHARE_FALL**rank for rank in range(ranks)] for level in range(depth)]
     chain = {(0,) * length for length in range(1, min(depth, nodes) + 1)}
@@ -95,7 +96,7 @@ class RankCounts:
         self.trials: Counter[tuple[int, int]] = Counter()
         """Number of reached nodes at a depth (the root's is 0) that have a child of this rank."""
         self.hits: Counter[tuple[int, int]] = Counter()
-        """Number of these nodes whose child of this rank was accepted."""
+        """How often the child of this rank was accepted at these nodes."""
 
     def add(self, tree: TokenTree, accepted: Sequence[int]) -> None:
         """Count one pass over ``tree``. ``accepted`` lists its accepted nodes from the root down."""
@@ -108,7 +109,7 @@ class RankCounts:
     def shares(self) -> list[list[float]]:
         """Return shares: ``[d][b]`` is the share of reached nodes at depth d whose child b was accepted.
 
-        A rank with few trials is drawn towards half the share of the previous rank.
+        With few trials, the share of a rank is pulled towards half the share of the previous rank.
         """
         shares: list[list[float]] = []
         while (len(shares), 0) in self.trials:

@@ -22,7 +22,7 @@ _REMEDY = "make one with `headstart plan`"
 
 
 def plan_fingerprints(target: str, specs: Sequence[DrafterSpec], trusted: bool = False) -> dict[str, Any]:
-    """Return the fingerprints of a target and of each drafter's weights, by spec; null for drafters without weights."""
+    """Return the fingerprints of a target and, by spec, of each drafter's weights (null if it has no weights)."""
     return {
         "target": stored_fingerprint(target, trusted),
         "drafters": {
@@ -46,7 +46,7 @@ def read_plan(path: Path) -> "Plan":
         raise UserError(f"{path} is not a plan of this version (its format is {content.get('format')!r}): {_REMEDY}")
     if "prospects" in content:
         raise UserError(
-            f"{path} was made without a drafter, so it chooses none: make a plan with `headstart plan --drafter`"
+            f"{path} was made without a drafter, so it cannot choose one: make a plan with `headstart plan --drafter`"
         )
     if missing := sorted(_KEYS - content.keys()):
         raise UserError(f"{path} lacks {', '.join(missing)}: {_REMEDY}")
@@ -67,8 +67,8 @@ class Plan:
         """
         if dtype != self.content["dtype"]:
             raise UserError(
-                f"{self.name} was made in {self.content['dtype']}, and costs differ in {dtype}: {_REMEDY} "
-                "in this dtype, or give --dtype"
+                f"{self.name} was made in {self.content['dtype']}, but costs differ in {dtype}: {_REMEDY} "
+                "in this dtype, or use --dtype"
             )
         known = self.content["fingerprints"]
         weights = [(parse_drafter(spec).path, fingerprint) for spec, fingerprint in known["drafters"].items()]
@@ -88,7 +88,7 @@ class Plan:
         return sorted({cell["batch_size"] for cell in self.content["cells"]})
 
     def choice(self, batch_size: int) -> dict[str, Any] | None:
-        """Return the choice with the greatest speed-up at the nearest batch size; None if plain decoding is as fast."""
+        """Return the choice with the greatest speed-up at the nearest batch size; None if plain decoding is fastest."""
         found: dict[str, Any] = max(
             (choice["best"] for choice in self._choices(batch_size)), key=lambda best: best["speedup"]
         )
@@ -113,5 +113,5 @@ class Plan:
         return found
 
     def best_of(self, spec: str) -> dict[str, Any]:
-        """Return the choice for a drafter, given by its spec in the plan, at batch size 1."""
+        """Return the choice at batch size 1 for the drafter with this spec in the plan."""
         return next(choice for choice in self._choices(1) if choice["drafter"] == spec)

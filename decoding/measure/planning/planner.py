@@ -16,7 +16,7 @@ from decoding.policies import Budget
 from decoding.rules.best_tree import Paths, best_tree, expected_accepted
 
 _LEAST_TO_SPLIT = 8
-"""Fewest prompts that are split, to choose trees on one half and judge them on the other."""
+"""With this many prompts or more, trees are chosen on one half of them and judged on the other half."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Planner(CostSurvey):
 
     @property
     def steps(self) -> int:
-        """Pieces of work: acceptance per family; per batch size the curve, the choices, and costs per family."""
+        """Pieces of work: each family's acceptance; per batch size the curve, the choices, and each family's costs."""
         return len(self.families) + len(self.config.batch_sizes) * (2 + len(self.families))
 
     def run(self) -> dict[str, Any]:
@@ -93,11 +93,11 @@ class Planner(CostSurvey):
             if step.tree is not None and step.room >= family.drafter.max_depth:
                 children.add(step.tree, step.path)
         if not counts:
-            raise UserError("every text ended with its first token: give held-out prompts with longer answers")
+            raise UserError("every text ended with its first token: use held-out prompts with longer answers")
         return counts, children
 
     def measure(self, family: Family) -> MeasuredFamily:
-        """Return the family with its candidates and their tokens per pass, still without costs."""
+        """Return the family with its candidates and their tokens per pass; costs are added later."""
         if family.kind == "tree":
             _, children = self.decode(family, self._halves[0])
             return MeasuredFamily(family, self._trees(family, children))
@@ -115,7 +115,7 @@ class Planner(CostSurvey):
         """Return the chains, and the best tree for every depth and size if acceptance at each depth is independent."""
         shares = counts.shares()
         if not shares:  # every text ended at once
-            raise UserError("every text was too short for a whole tree: raise --max-new-tokens or give other prompts")
+            raise UserError("every text was too short for a whole tree: raise --max-new-tokens or use other prompts")
         found: dict[Paths, Candidate] = {}
         most = self.config.most_nodes
         tried = [size for size in sorted({*self.config.sizes, most}) if size <= most]
@@ -144,7 +144,7 @@ class Planner(CostSurvey):
         costs = measured.costs[rows]
         found = self._judged(measured, best(measured.candidates, costs))
         straight = self._judged(measured, best(measured.chains, costs)) if measured.chains else None
-        if straight is not None and straight.speedup > found.speedup:  # possible, as judging uses other prompts
+        if straight is not None and straight.speedup > found.speedup:  # possible: judged on other prompts
             found = straight
         return {
             "drafter": str(measured.family.spec),

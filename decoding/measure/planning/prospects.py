@@ -44,7 +44,7 @@ PUBLISHED = (
 
 
 class Prospects(CostSurvey):
-    """Cost measurements of untrained drafters by kind: random weights cost as much as trained ones."""
+    """Measured costs of untrained drafters by kind; drafters with random weights take as long as trained ones."""
 
     def __init__(
         self, target: CausalLM, drafters: Mapping[str, Drafter], prompts: Sequence[Sequence[int]], config: PlanConfig
@@ -71,7 +71,7 @@ def outlook(costs: Mapping[str, StepCosts], published: Sequence[Published] = PUB
     """Return, for each kind of draft, the cost and break-even acceptance of chains, and gains at published acceptance.
 
     Chains have 1 to `DEEPEST` tokens. Costs are of whole steps, in units of a plain decoding step. The break-even is
-    None if the chain would not pay even with every token accepted.
+    None if the chain would be slower even with every token accepted.
     """
     drafts, reached = [], []
     for kind, measured in costs.items():

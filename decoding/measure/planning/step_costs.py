@@ -1,7 +1,7 @@
-"""Seconds of the decoding loop's steps by the size of the draft, and the choice of the fastest form.
+"""Seconds that a step of the decoding loop takes, by the size of the draft, and the choice of the fastest form.
 
-The loop runs with the real drafter, so the seconds include what a target pass alone omits: the draft's cache catching
-up, masks, rules and the commit. Plain steps and drafts of several sizes alternate within one decoding.
+The loop runs with the real drafter, so the seconds include everything around the target pass: updating the draft's
+cache, masks, rules and the commit. Plain steps and drafts of several sizes alternate within one decoding.
 """
 
 import statistics
@@ -28,12 +28,12 @@ LEAST_GAIN = 1.02
 BLOCK = 4
 """Consecutive steps with one budget. The first is not counted, because it includes the cost of the switch."""
 _SIZES = 7
-"""Most budgets measured per drafter; costs of all others are computed."""
+"""Largest number of budgets measured for a drafter; the costs of all others are computed."""
 _HICCUP = 3.0
 """Steps longer than this multiple of the median of their kind are left out: see `_typical`."""
 _MOST_TEXTS = 400
 _ROUNDS = 4
-"""Rounds after which a survey may end without a sample of every budget: texts may be too short for the deepest."""
+"""After this many rounds a survey may end without samples of some budgets: texts may be too short for the deepest."""
 
 
 class StepSeconds(NamedTuple):
@@ -68,7 +68,10 @@ class StepSurvey:
         self._last: Budget | None = None
 
     def is_done(self, in_time: bool = True) -> bool:
-        """Return True once every budget has its samples. Out of time, one sample each or `_ROUNDS` rounds suffice."""
+        """Return True once every budget has its samples.
+
+        After the time limit, one sample each or `_ROUNDS` rounds suffice.
+        """
         if not in_time and self._left <= 0:
             return True
         return all(len(self._found[budget]) >= (self._samples if in_time else 1) for budget in self._wanted)
@@ -91,12 +94,12 @@ class StepSurvey:
 
 
 def _typical(samples: Sequence[tuple[int, StepSeconds]]) -> StepSeconds:
-    """Return the mean of the steps without hiccups. ``samples`` are pairs of drafted tokens and seconds.
+    """Return the mean seconds of the steps, without hiccups. ``samples`` are pairs of drafted tokens and seconds.
 
-    The mean is used because speed-ups are ratios of sums. On a busy machine plain steps, limited by memory, slow down
-    more than wide ones. A lookup has two kinds of steps, with and without a draft, and a draft may cost several plain
-    steps. A hiccup is therefore a step that takes more than `_HICCUP` times the median of those that drafted at least
-    as much.
+    The mean is used because speed-ups are ratios of sums. On a busy machine plain steps, which are limited by memory,
+    slow down more than wide steps. A lookup has steps with and without a draft, and a draft may take as long as several
+    plain steps. A hiccup is therefore a step that takes more than `_HICCUP` times the median of all steps that drafted
+    at least as much.
     """
     most = {
         size: _HICCUP * statistics.median(step.total for drafted, step in samples if drafted >= size)
@@ -117,7 +120,7 @@ def survey_steps(
 ) -> dict[Budget, StepSeconds]:
     """Decode the prompts repeatedly in batches of ``rows``; return each budget's seconds per step.
 
-    ``seconds`` bounds the time of the steps without prefills, but every budget that fits the texts gets a sample.
+    ``seconds`` limits the total time of the steps without prefills, but every budget that fits the texts gets a sample.
     Raises UserError if the texts are too short for all budgets.
     """
     budgets = drafter.budgets_on(target)
@@ -134,7 +137,7 @@ def survey_steps(
     if PLAIN not in found or len(found) == 1:
         raise UserError(
             f"texts of {config.max_new_tokens} new tokens are too short to measure drafts of "
-            f"{drafter.max_depth} tokens: raise --max-new-tokens or give other prompts"
+            f"{drafter.max_depth} tokens: raise --max-new-tokens or use other prompts"
         )
     return found
 
@@ -146,9 +149,9 @@ def survey_steps(
 class StepCosts:
     """Seconds of a step with one drafter at one batch size, for every depth and number of nodes.
 
-    ``found`` holds the measured steps, including `PLAIN`. ``curve`` maps a target pass's tokens to its seconds.
-    Other sizes are fitted: drafting is linear in depth and nodes, overhead in nodes, and verifying in the seconds of
-    the pass by ``curve``.
+    ``found`` holds the measured steps, including `PLAIN`. ``curve`` maps a target pass's tokens to its seconds. Other
+    sizes are fitted: drafting is linear in depth and nodes, overhead is linear in nodes, and verifying is linear in the
+    seconds that ``curve`` predicts for the pass.
     """
 
     found: Mapping[Budget, StepSeconds]
@@ -182,7 +185,7 @@ class StepCosts:
 def _fitted(points: Sequence[tuple[Sequence[float], float]], at: Sequence[float]) -> float:
     """Fit a linear function by least squares of relative errors, and return its value ``at`` a place, at least 0.
 
-    A slope is 0 if its fit is negative or if the points do not determine it.
+    A slope is 0 if the fitted slope is negative or if the points do not determine it.
     """
     used = [axis for axis in range(len(at)) if len({place[axis] for place, _ in points}) > 1]
     values = torch.tensor([value for _, value in points], dtype=torch.float64)
@@ -190,7 +193,7 @@ def _fitted(points: Sequence[tuple[Sequence[float], float]], at: Sequence[float]
     while True:
         rows = [[1.0, *(place[axis] for axis in used)] for place, _ in points]
         design = torch.tensor(rows, dtype=torch.float64)
-        scale = design.abs().amax(0)  # the columns' units differ
+        scale = design.abs().amax(0)  # the columns have different units
         solved = (
             torch.linalg.lstsq(design / scale * weights[:, None], values * weights, driver="gelsd").solution / scale
         )
@@ -241,12 +244,12 @@ class Prediction:
 
     @property
     def cost(self) -> float:
-        """Cost of the step in steps of plain decoding, and so the tokens per target pass at which it breaks even."""
+        """Cost of the step in steps of plain decoding, and thus the tokens per target pass at which it breaks even."""
         return self.step.total / self.plain
 
 
 def best(candidates: Sequence[Candidate], costs: StepCosts) -> Prediction:
-    """Return the candidate with the greatest speed-up at these costs, and among equals the one with fewest nodes."""
+    """Return the candidate with the greatest speed-up at these costs; among equals, the one with the fewest nodes."""
     predictions = [Prediction(each, costs.step(each.budget), costs.plain) for each in candidates]
     return max(predictions, key=lambda found: (found.speedup, -found.candidate.budget.nodes))
 

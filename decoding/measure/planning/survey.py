@@ -15,12 +15,15 @@ from decoding.model.cost_curve import measure_costs
 from decoding.rules.sampling import SamplingConfig
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Tokens of the measured passes; without the 1, also the sizes of the trees tried, including the root."""
+"""Numbers of tokens in the measured passes. Except for 1, they are also the sizes of the tried trees with the root."""
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Settings of a plan. ``seconds`` bounds each measurement of costs, one per drafter and batch size."""
+    """Settings of a plan.
+
+    ``seconds`` limits each measurement of costs; there is one for each drafter and batch size.
+    """
 
     batch_sizes: tuple[int, ...] = (1, 8)
     temperature: float = 0.0
@@ -32,7 +35,7 @@ class PlanConfig:
 
     @property
     def deepest(self) -> int:
-        """Depth of the longest chain tried with a draft model: a text must have room for two."""
+        """Depth of the longest chain tried with a draft model; a text must have room for two such chains."""
         return max(1, min(DEEPEST_CHAIN, self.max_new_tokens // 2))
 
     @property
@@ -44,7 +47,7 @@ class PlanConfig:
 class CostSurvey:
     """Measurement of costs with several drafters. It calls ``advance`` after the curve and after each drafter.
 
-    Prompts that are too long for the target or a drafter, with their new tokens, are left out.
+    Prompts that, together with their new tokens, are too long for the target or a drafter are left out.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class CostSurvey:
         if not self.prompts:
             raise UserError(
                 f"no prompt and {config.max_new_tokens} new tokens fit into the {longest} tokens that target and "
-                "drafters support: give shorter prompts or lower --max-new-tokens"
+                "drafters support: use shorter prompts or lower --max-new-tokens"
             )
         self._text_tokens = round(fmean(map(len, self.prompts)) + config.max_new_tokens / 2)
 

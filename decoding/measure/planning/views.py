@@ -11,8 +11,8 @@ from decoding.measure.markdown import one_line
 from decoding.measure.planning.step_costs import LEAST_GAIN
 
 _NOTES = (
-    "Step cost: the seconds of a step as drafting + verifying + the rest, in steps of plain decoding. Speed-up: tokens "
-    "per target pass divided by the step cost."
+    "Step cost: the time of a step as drafting + verifying + the rest, in units of a plain decoding step. Speed-up: "
+    "tokens per target pass divided by the step cost."
 )
 
 
@@ -32,7 +32,7 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
                 _size(form),
                 f"{form['tokens_per_pass']:.2f}",
                 f"{form['cost']:.2f} = {parts}",
-                f"{form['speedup']:.2f}×" + ("" if pays else ", plain is better"),
+                f"{form['speedup']:.2f}×" + ("" if pays else ", plain decoding is better"),
                 NONE if chain is None else f"{_size(chain)}: {chain['speedup']:.2f}×",
                 style="bold" if pays and form["speedup"] == fastest else None,
             )
@@ -47,7 +47,7 @@ def _size(form: Mapping[str, Any]) -> str:
 
 
 def basis(plan: Mapping[str, Any]) -> str:
-    """Return a sentence: on how many prompts acceptance was measured, and for how many seconds costs."""
+    """Return a sentence that says on how many prompts acceptance was measured, and for how many seconds costs were."""
     chosen_on, judged_on = plan["halves"]
     others = f"on {chosen_on} of them, judged on the other {judged_on}"
     halves = others if chosen_on < plan["prompts"] else "and judged on all of them"
@@ -63,9 +63,9 @@ def basis(plan: Mapping[str, Any]) -> str:
 NAMES = {"heads": "heads", "dspark": "DSpark draft", "draft": "small draft"}
 """Names of the kinds of drafts for readers."""
 _PAYS = (
-    "Lowest per-position acceptance at which a chain of this length is faster; –: none is.  "
-    "Measured with random weights: heads that share the lm_head, a DSpark draft of the recipes' size, one layer of the "
-    "target as a small draft."
+    "Lowest per-position acceptance at which a chain of this length is faster; – if it never is. "
+    "Measured with random weights: heads that share the lm_head, a DSpark draft as in the recipes, and one layer of "
+    "the target as a small draft."
 )
 _REACHED = "Acceptance depends on target, texts and training: published figures are a guide, not a promise."
 
@@ -98,7 +98,7 @@ def published_table(plan: Mapping[str, Any]) -> Table:
 
 
 def verdicts(plan: Mapping[str, Any]) -> list[str]:
-    """Return a sentence per batch size: which kinds of draft are worth training at published acceptance."""
+    """Return one sentence per batch size that says which kinds of draft are worth training at published acceptance."""
     found = []
     for cell in plan["prospects"]:
         kinds: dict[str, list[str]] = {verdict: [] for verdict in _VERDICTS}

@@ -10,11 +10,11 @@ from decoding.measure.proof.reference import EngineText, Reference
 from decoding.measure.proof.statistics import Cells, CountTest, LogProbability
 
 DEPTH = 3
-"""Tokens of a short continuation: the first from the prefill, the rest from speculation."""
+"""Tokens of a short continuation; the first comes from the prefill, the others from speculation."""
 _CONTEXT = 25.0
-"""Expected draws after a beginning from which its next tokens are counted."""
+"""The next tokens after a beginning are counted if this many draws are expected to begin with it."""
 TESTS = 1 + DEPTH
-"""Tests with a p-value: log-probability, and the next token at each position of a continuation."""
+"""Number of tests with a p-value: the log-probability, and the next token at each position of a continuation."""
 
 
 def log_probability(reference: Reference, texts: Sequence[EngineText], alpha: float) -> Finding:
@@ -85,7 +85,8 @@ def counts_after(path: tuple[int, ...], p: Tensor, texts: Sequence[tuple[int, ..
 def open_beginnings(reference: Reference, texts: Sequence[EngineText], count: int) -> list[tuple[int, ...]]:
     """Return the beginnings of ``count`` texts, cut before `DEPTH` tokens of about one nat of entropy each.
 
-    There a few continuations share most draws; with very many or a single likely one, counts would show little.
+    At such places a few continuations get most draws. If very many continuations were likely, or only one, counts would
+    show little.
     """
     found = []
     texts = [text for text in texts if text.tokens]
@@ -101,7 +102,7 @@ def open_beginnings(reference: Reference, texts: Sequence[EngineText], count: in
 def next_tokens(
     reference: Reference, drawn: dict[tuple[int, ...], list[tuple[int, ...]]], alpha: float
 ) -> list[Finding]:
-    """Compare texts drawn many times after each prompt with the target; return a finding per position."""
+    """Compare many texts drawn after each prompt with the target; return a finding for each position."""
     ends = reference.eos_token_ids
     folded = {
         prompt: [tuple(ends[0] if token in ends else token for token in text) for text in texts]
@@ -119,6 +120,6 @@ def next_tokens(
 
 def _of_counts(check: str, found: CountTest, contexts: int, alpha: float) -> Finding:
     if not found.degrees and found.p_value:
-        return undecided(check, f"{found.draws:,} draws after likely beginnings are too few: give more --draws")
+        return undecided(check, f"{found.draws:,} draws after likely beginnings are too few: use more --draws")
     seen = f"p {written_p(found.p_value)}: {found.draws:,} draws in {contexts} contexts, {found.degrees} free cells"
     return judged(check, found.p_value >= alpha, seen, contexts=contexts, **found._asdict())

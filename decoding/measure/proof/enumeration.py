@@ -1,9 +1,9 @@
 """Exact proofs of acceptance rules, by enumerating every outcome of a random program.
 
-`prove_rule` proves your own rule; the tests use it for `decoding.rules.verify`.
+`prove_rule` checks a rule of your own; the tests use it for the rules in `decoding.rules.verify`.
 
-A program takes a `RandomSource` and runs once per path of choices. The source replays a script, then takes the first
-option of each choice and records the others as new scripts.
+A program takes a `RandomSource` and runs once for each path of choices. The source replays a script; after its end it
+takes the first option of each choice and records the other options as new scripts.
 """
 
 from collections import defaultdict
@@ -30,11 +30,11 @@ Context = tuple[int, ...]
 ROOT_TOKEN = 0
 
 LOSSLESS = 1e-12
-"""Largest distance of a lossless rule from the target, from float64 rounding."""
+"""Largest distance from the target that float64 rounding can cause with a lossless rule."""
 
 
 class EnumeratingSource:
-    """A random source that replays a script, then takes first options, and computes the path's probability."""
+    """A random source that replays a script, takes first options after its end, and computes the path's probability."""
 
     def __init__(self, script: tuple[int, ...] = ()) -> None:
         self._script = script
@@ -115,7 +115,7 @@ class ContextModel:
         return level
 
     def completed(self, emitted: dict[Context, float], length: int) -> dict[Context, float]:
-        """Return the joint distribution of ``length`` tokens: ``emitted``, completed by this model."""
+        """Return the joint distribution of ``length`` tokens: the ``emitted`` tokens, continued by this model."""
         total: dict[Context, float] = defaultdict(float)
         unfinished = list(emitted.items())
         while unfinished:
@@ -192,7 +192,7 @@ def deterministic_draft(shape: TreeShape, children_of: Callable[[Context, int], 
 
 
 def grafted_draft(drawn: Draft, looked_up: Sequence[int]) -> Draft:
-    """Make a draft of drawn tokens with a looked-up chain grafted on, like the hybrid drafter."""
+    """Make a draft of drawn tokens to which a looked-up chain is added, as the hybrid drafter does."""
     chain = Proposal(TokenTree.chain([ROOT_TOKEN, *looked_up]), ProposalKind.DETERMINISTIC)
     return lambda source: graft(drawn(source), chain)
 
@@ -219,7 +219,7 @@ def shapes_unchecked() -> Iterator[None]:
 
 
 def verdicts(draft: Draft, decide: Decide, p: ContextModel) -> list[tuple[Proposal, Verdict, float]]:
-    """Return every outcome of drafting and verifying with its probability; check tensor shapes in the first only."""
+    """Return every outcome of drafting and verifying with its probability; only the first run checks tensor shapes."""
     first = draft(EnumeratingSource())
     decide(first, target_rows(first.tree, p), EnumeratingSource())
     found: list[tuple[Proposal, Verdict, float]] = []
@@ -297,7 +297,7 @@ SHAPES = {name: TreeShape(parents) for name, parents in (CHAINS | TREES).items()
 
 
 class RuleProof(NamedTuple):
-    """Result of `prove_rule`: the largest distance from the target over ``turns``, and the turn it occurred in."""
+    """Result of `prove_rule`: the largest distance from the target in any turn, and the turn where it occurred."""
 
     distance: float
     turns: int
@@ -305,7 +305,7 @@ class RuleProof(NamedTuple):
 
     @property
     def lossless(self) -> bool:
-        """True if probabilities differ from the target's by rounding alone (`LOSSLESS`)."""
+        """True if the probabilities differ from the target's only by rounding (`LOSSLESS`)."""
         return self.distance < LOSSLESS
 
 

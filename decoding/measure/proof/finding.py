@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Status = Literal["ok", "note", "open", "problem"]
-"""``note``: works, but may cost speed. ``open``: undecided. ``problem``: fails, or drafts uselessly."""
+"""``note``: it works, but may cost speed. ``open``: undecided. ``problem``: it fails, or its drafts are useless."""
 
 
 @dataclass(frozen=True)
@@ -36,22 +36,22 @@ def judged(check: str, passed: bool, found: str, **figures: Any) -> Finding:
 
 
 def ok(check: str, found: str, **figures: Any) -> Finding:
-    """Return the finding of a check without complaints."""
+    """Return the finding of a check that found nothing wrong."""
     return Finding(check, "ok", found, figures=figures)
 
 
 def note(check: str, found: str, remedy: str, **figures: Any) -> Finding:
-    """Return the finding of something that works but may cost speed or surprise later."""
+    """Return the finding of something that works but may cost speed or cause surprises later."""
     return Finding(check, "note", found, remedy, figures)
 
 
 def undecided(check: str, reason: str) -> Finding:
-    """Return the finding of a check that was impossible or had too few samples."""
+    """Return the finding of a check that could not be made or had too few samples."""
     return Finding(check, "open", reason)
 
 
 def problem(check: str, found: str, remedy: str, **figures: Any) -> Finding:
-    """Return the finding of something that fails or drafts uselessly."""
+    """Return the finding of something that fails or whose drafts are useless."""
     return Finding(check, "problem", found, remedy, figures)
 
 

@@ -110,6 +110,6 @@ def ends(reference: Reference, texts: Sequence[EngineText], max_new_tokens: int)
 
 
 def cut_at_ends(reference: Reference, texts: Sequence[EngineText], max_new_tokens: int) -> list[EngineText]:
-    """Cut tokens after the texts' ends, which `ends` reports: nothing can be compared with them."""
+    """Cut off tokens after the ends of texts; there is nothing to compare them with, and `ends` reports them."""
     eos = reference.eos_token_ids
     return [EngineText(text.prompt, text.tokens[: end_of(text, eos, max_new_tokens)]) for text in texts]

@@ -12,7 +12,7 @@ from decoding.measure.proof.greedy import cut_at_ends, ends, greedy_identity
 from decoding.measure.proof.reference import EngineText, Reference
 
 _DRAWN = 8
-"""Length of a text whose first `DEPTH` tokens are counted, to leave room for a draft of usual depth."""
+"""Length of a text whose first `DEPTH` tokens are counted; it leaves room for a draft of usual depth."""
 
 
 class EngineUnderTest(Protocol):
@@ -67,11 +67,11 @@ class Effort:
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "draws", "draw_prompts", "rounds", "engines"):
             if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}: give at least 1")
+                raise UserError(f"{name} is {getattr(self, name)}: use at least 1")
         if self.max_new_tokens < DEPTH:
-            raise UserError(f"max_new_tokens is {self.max_new_tokens}: give at least {DEPTH}, the tokens counted")
+            raise UserError(f"max_new_tokens is {self.max_new_tokens}: use at least {DEPTH}, the tokens counted")
         if not 0 < self.alpha < 1:
-            raise UserError(f"alpha is {self.alpha}: give a probability between 0 and 1, such as 1e-6")
+            raise UserError(f"alpha is {self.alpha}: use a probability between 0 and 1, such as 1e-6")
 
     @property
     def alpha_of_a_test(self) -> float:
@@ -100,7 +100,7 @@ def prove(
     alpha = effort.alpha_of_a_test
     yield log_probability(reference, cut_at_ends(reference, sampled, effort.max_new_tokens), alpha)
     length = min(_DRAWN, effort.max_new_tokens)
-    # A draw must not exceed the texts before it: those are known to fit the target's context.
+    # A draw must not be longer than the texts before it, which are known to fit into the target's context.
     latest = effort.max_new_tokens - length + DEPTH
     contexts = open_beginnings(reference, cut_at_ends(reference, greedy, latest), effort.draw_prompts)
     asked = [context for context in contexts for _ in range(effort.draws)]

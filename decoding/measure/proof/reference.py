@@ -1,6 +1,6 @@
-"""The target's distribution at every token of a text, from plain forwards of `transformers`.
+"""The target's distribution at every token of a text, from plain forward passes of `transformers`.
 
-Uses none of this project's caches, trees or batches: a proof must not rely on the code that it tests.
+This project's caches, trees and batches are not used, because a proof must not rely on the code that it tests.
 """
 
 import inspect
@@ -17,12 +17,12 @@ from decoding.rules.sampling import History, HistoryRows, SamplingConfig, adjust
 from decoding.rules.tree import TokenTree
 
 _TOKENS = 4096
-"""Tokens per forward, padding included."""
+"""Tokens per forward pass, including padding."""
 
 
 @dataclass(frozen=True)
 class EngineText:
-    """An engine's text: the prompt, and the new tokens including the EOS if any."""
+    """An engine's text: the prompt, and the new tokens with the final EOS if there is one."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -114,7 +114,7 @@ class Reference:
 
 
 def _groups(texts: Sequence[EngineText]) -> Iterator[list[EngineText]]:
-    """Yield groups of consecutive texts that fit in one forward."""
+    """Yield groups of consecutive texts that fit in one forward pass."""
     group: list[EngineText] = []
     longest = 0
     for text in texts:

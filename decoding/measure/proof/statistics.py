@@ -18,7 +18,7 @@ _TILTS = tuple(sign * size for size in (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8) fo
 _CONCENTRATIONS = (0.1, 0.3, 1.0, 3.0, 10.0)
 _POWER = 0.8416  # the 80% point of the normal distribution
 _LEAST_EXPECTED = 5.0
-_MOST = 690.0  # a p-value of 1e-300: 0 is reserved for impossible tokens
+_MOST = 690.0  # a p-value of 1e-300, because 0 means that an impossible token occurred
 
 
 # --- mean log-probability ---------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class Cells(NamedTuple):
 
     @staticmethod
     def pooled(counts: Float[Tensor, " outcomes"], p: Float[Tensor, " outcomes"]) -> "Cells":
-        """Keep outcomes expected at least five times and pool the others; only p and the number of draws decide."""
+        """Keep outcomes that are expected at least five times by p and the number of draws, and pool all others."""
         counts, p = counts.double(), p.double()
         kept = p * counts.sum() >= _LEAST_EXPECTED
         rest = (p[~kept].sum() if bool((~kept).any()) else p.new_zeros(())).clamp(min=0)
@@ -130,16 +130,16 @@ class Cells(NamedTuple):
 
 
 class CountTest(NamedTuple):
-    """Joint test of several contexts' cells; ``p_value`` is 0 if an outcome of probability 0 was drawn."""
+    """Joint test of the cells of several contexts; ``p_value`` is 0 if an outcome of probability 0 was drawn."""
 
     draws: int
     degrees: int
-    """Free cells: all but one per context. 0: nothing could be detected."""
+    """Free cells: all cells but one in each context. With 0 free cells nothing can be detected."""
     p_value: float
 
     @staticmethod
     def of(contexts: Iterable[Cells]) -> "CountTest":
-        """Compare; contexts must be fixed before their draws, like the beginnings of texts."""
+        """Compare the cells. The contexts must be chosen before their draws, like the beginnings of texts."""
         every = [cells for cells in contexts if float(cells.counts.sum()) > 0]
         if not every:
             return CountTest(0, 0, 1.0)

@@ -1,4 +1,4 @@
-"""Plots of speed-up over batch size and context, acceptance by position, server load, and v(n)."""
+"""Plots of the speed-up over batch size and context, the acceptance by position, server load, and v(n)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -152,7 +152,7 @@ def _acceptance_picture(report: Report, setting: str, rows: Sequence[ReportRow])
 
 @styled
 def cost_curve(report: Report) -> Picture | None:
-    """Draw v(n): the cost of a target pass over n tokens, in passes over one token; None if it was not measured."""
+    """Draw v(n), the cost of a target pass over n tokens in units of a one-token pass; None if it was not measured."""
     curve = report.cost_curve_ms
     if 1 not in curve:
         return None

@@ -60,7 +60,7 @@ def write_html(report: Report, path: Path) -> None:
 
 
 class Bar(NamedTuple):
-    """A speed-up's bar, in percent of its track; unmeasured parts are None."""
+    """The bar of a speed-up, in percent of its track; parts that were not measured are None."""
 
     name: str
     shown: str
@@ -72,7 +72,7 @@ class Bar(NamedTuple):
 
 
 class BarChart(NamedTuple):
-    """The bars of one setting, and the position of speed-up 1, in percent of the track."""
+    """The bars of one setting, and the position of a speed-up of 1 in percent of the track."""
 
     setting: str
     one: float
@@ -115,7 +115,7 @@ def _samples(report: Report) -> list[dict[str, Any]]:
 
 
 def _about(report: Report) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return how the report was made: headings, each with (name, value) pairs."""
+    """Return a description of how the report was made: headings, each with (name, value) pairs."""
     parts = [
         ("Prompts", report.asked),
         ("Command", {"command": report.command} if report.command else {}),

@@ -1,4 +1,4 @@
-"""Shared style of plots: colours and SVG that follow the page's light or dark scheme.
+"""Shared style of plots: colours and SVG that follow the light or dark scheme of the page.
 
 `svg` replaces the colours here by CSS variables: ``--c0`` … ``--c7`` for `COLOURS`, ``currentColor`` for `INK`. `css`
 defines them for both schemes.
@@ -14,9 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 COLOURS = ("#0072b2", "#c8500a", "#00805c", "#a8538a", "#a97300", "#2a8c9e", "#5d5ad1", "#77751c")
-"""Series on a light page: Okabe & Ito's palette for colour-blind readers, darkened for contrast with white."""
+"""Series colours on a light page: Okabe & Ito's palette for colour-blind readers, darkened for contrast."""
 _DARK = ("#5aaeea", "#f2925a", "#3fc9a0", "#e2a0ca", "#eeb95a", "#7fd4e4", "#aaa8f5", "#d3cf5c")
-"""The same series on a dark page."""
+"""Colours of the same series on a dark page."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 GLYPHS = ("●", "■", "▲", "◆", "▼", "✚", "✖")
 """`MARKERS` as text, for legends in HTML."""
@@ -25,8 +25,8 @@ GRID = "#8a8d91"
 
 styled = matplotlib.rc_context(
     {
-        "text.parse_math": False,  # print dollar signs in names
-        "svg.hashsalt": "headstart",  # equal figures give equal pages
+        "text.parse_math": False,  # dollar signs in names are printed
+        "svg.hashsalt": "headstart",  # equal figures make equal pages
         "svg.fonttype": "none",  # keep text selectable and in the page's font
         "font.size": 9,
         "axes.labelsize": 9,
@@ -84,7 +84,10 @@ def swatch(index: int) -> tuple[str, str]:
 
 
 def panel(width: float = 3.5, height: float = 2.5) -> tuple[Figure, Axes]:
-    """Make a picture with one pair of axes, in inches; a phone shows 3.5 unscaled. Call it in a `styled` function."""
+    """Make a picture with one pair of axes, of this size in inches.
+
+    A phone shows 3.5 inches unscaled. Call this in a `styled` function.
+    """
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots()
 
@@ -95,7 +98,7 @@ def shade_below_one(axes: Axes) -> None:
     axes.axhspan(low, 1, color=GRID, alpha=0.16, linewidth=0)
     axes.axhline(1, color=INK, linewidth=0.9, linestyle=(0, (2, 2)))
     axes.set_ylim(low, high)
-    words = "slower than plain decoding"  # in a corner where few lines end
+    words = "slower than plain decoding"  # in a corner that few lines reach
     axes.text(0.02, 0.02, words, transform=axes.transAxes, va="bottom", fontsize=8.5, alpha=0.8)
 
 

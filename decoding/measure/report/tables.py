@@ -1,4 +1,4 @@
-"""Tables of a report: the main one for Markdown and terminal, and the page's folded ones."""
+"""Tables of a report: the main table for Markdown and the terminal, and the folded tables of the page."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
@@ -38,9 +38,9 @@ COLUMNS = (
     "over transformers",
 )
 _NOTES = (
-    "Same: greedy texts identical to plain decoding's. Speed-up: total tokens over total seconds, divided by plain "
-    "decoding's, without the target's prefill, 95% interval over prompts or batches. Median: of the ratios of paired "
-    "runs."
+    "Same: greedy texts that are identical to plain decoding's. Speed-up: total tokens over total seconds, relative to "
+    "plain decoding, without the target's prefill; its 95% interval is over prompts or batches. Median: the median of "
+    "paired runs."
 )
 
 
@@ -75,7 +75,7 @@ def _names(row: ReportRow) -> tuple[str, str]:
 
 
 def _promise(row: ReportRow) -> str:
-    """Return "lossless" or "lossy"; for greedy texts add how many are identical to plain decoding's."""
+    """Return "lossless" or "lossy"; for greedy texts add how many of them are identical to plain decoding's."""
     same = row.identical_to_plain
     return row.label if not same or row.method == PLAIN else f"{row.label}, {_same(same)} same"
 
@@ -181,7 +181,7 @@ def _load_rows(report: Report, setting: str) -> list[tuple[str, ...]]:
 
 
 class PageTable(NamedTuple):
-    """A table for the page; the first ``names`` columns contain names."""
+    """A table of the page; its first ``names`` columns contain names."""
 
     heading: str
     columns: tuple[str, ...]
@@ -190,7 +190,7 @@ class PageTable(NamedTuple):
 
 
 def page_tables(report: Report) -> list[PageTable]:
-    """Return the page's folded tables that have rows."""
+    """Return the folded tables of the page, except empty ones."""
     rows, grid, tasks = report.rows, report.grid, report.tasks
     drafted = [row for row in rows if row.conditional_acceptance]
     acceptance = (
@@ -202,7 +202,7 @@ def page_tables(report: Report) -> list[PageTable]:
     speed = ("setting", "method", "speed-up with prefill", "predicted from the cost curve", *parts)
     ends = ("prompts", "tokens per target pass", "tokens/s", "speed-up")
     loads = []
-    if report.served:  # the table of loads has all figures
+    if report.served:  # the table of loads contains all figures
         loads, grid = [each for setting in settings(report) for each in _load_rows(report, setting)], ()
     found = [
         PageTable("Under load", _LOAD, 2, loads),
