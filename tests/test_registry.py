@@ -140,6 +140,7 @@ MISTAKES = {
     "lookup:ngrams=3": "the drafter lookup does not take 'ngrams': choose among tokens, ngram, min_ngram, branches",
     "lookup:ngram=0": "the drafter lookup is given ngram=0: give a whole number of at least 1",
     "heads": "'heads' lacks the path of the weights: give heads:PATH, a folder or Hub id of heads",
+    "dspark:x,tree=16": "the drafter dspark is given tree=16: give paths of ranks, such as 0/1/0.0/0.1, not a size",
     "lookahead:window=0": "the drafter lookahead is given window=0: give a whole number of at least 1",
     "lookahead:x,window=2": "'lookahead:x,window=2' gives a path, x, but lookahead reads no weights: remove the path",
     "cascade:x": "'cascade:x' lacks small: give cascade:PATH,small=PATH, a folder or Hub id of a draft",
