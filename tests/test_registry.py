@@ -140,6 +140,7 @@ MISTAKES = {
     "lookup:ngrams=3": "the drafter lookup does not take 'ngrams': choose among tokens, ngram, min_ngram, branches",
     "lookup:ngram=0": "the drafter lookup is given ngram=0: use a whole number of at least 1",
     "heads": "'heads' lacks the path of the weights: write heads:PATH with a folder or Hub id of heads",
+    "dspark:x,tree=16": "the drafter dspark is given tree=16: use paths of ranks, such as 0/1/0.0/0.1, not a size",
     "lookahead:window=0": "the drafter lookahead is given window=0: use a whole number of at least 1",
     "lookahead:x,window=2": "'lookahead:x,window=2' has the path x, but lookahead does not read weights: remove",
     "cascade:x": "'cascade:x' lacks small: write cascade:PATH,small=PATH, a folder or Hub id of a draft",

@@ -161,15 +161,18 @@ def _path(text: str) -> DraftPath:
     return DraftPath(text)
 
 
+def _paths(text: str) -> tuple[tuple[int, ...], ...]:
+    if text.isdecimal() and int(text):  # "tree=16" means a size, not the one token of rank 16.
+        raise ValueError
+    return tuple(tuple(int(rank) for rank in path.split(".")) for path in text.split("/"))
+
+
 _READERS: Mapping[Any, tuple[str, Callable[[str], Any]]] = {
     CausalLM: ("a folder or Hub id of a draft", _path),
     int: ("a whole number of at least 1", _whole),
     float: ("a finite number", _number),
     bool: ("true or false", lambda text: bool(("false", "true").index(text))),
-    Sequence[Sequence[int]]: (
-        "paths of ranks, such as 0/1/0.0/0.1",
-        lambda text: tuple(tuple(int(rank) for rank in path.split(".")) for path in text.split("/")),
-    ),
+    Sequence[Sequence[int]]: ("paths of ranks, such as 0/1/0.0/0.1, not a size", _paths),
 }
 
 
