@@ -8,7 +8,7 @@ import math
 import random
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median_low
 from typing import NamedTuple, Protocol
 
@@ -100,7 +100,8 @@ class _Seconds:
     """Seconds of steps by budget, for a given number of rows: medians of recent steps, grouped by tree size."""
 
     def __init__(self) -> None:
-        self._of: dict[Budget, dict[int, deque[float]]] = {}
+        self._of: dict[Budget, dict[int, deque[tuple[int, float]]]] = {}
+        """Budget -> class of tree sizes -> (number, seconds) of its latest steps."""
         self._shares: dict[Budget, dict[int, float]] = {}
         self._tried_at: dict[Budget, int] = {}
         self._steps = 0
@@ -111,29 +112,45 @@ class _Seconds:
             del self._of[budget], self._shares[budget]
         self._tried_at[budget] = self._steps
         size = drafted.bit_length()
-        self._of.setdefault(budget, {}).setdefault(size, deque(maxlen=_KEPT)).append(seconds)
+        latest = self._of.setdefault(budget, {}).setdefault(size, deque(maxlen=_KEPT))
+        while latest and self._steps - latest[0][0] > _RECENT:
+            latest.popleft()
+        latest.append((self._steps, seconds))
         shares = self._shares.setdefault(budget, {})
         for each in shares:
             shares[each] *= _MEMORY
         shares[size] = shares.get(size, 0.0) + 1
 
     @property
-    def tried(self) -> Collection[Budget]:
-        """The budgets with measured steps."""
-        return self._of.keys()
+    def lacks_plain(self) -> bool:
+        """True if the next step should be plain: plain steps were timed never, too rarely or too long ago.
+
+        Once two are known, pauses grow to `_RETIMED` steps. On a machine that changes its speed, an old figure would
+        make drafts look faster or slower than they are.
+        """
+        count = sum(map(len, self._of.get(PLAIN, {}).values()))
+        return bool(self._of) and self._steps - self._tried_at.get(PLAIN, 0) >= (
+            min(4 << count, _RETIMED) if count > 1 else 0
+        )
 
     def typical(self, budget: Budget, drafted: int) -> float:
         """Return the median seconds of recent steps of a budget that drafted about as many tokens."""
-        return median_low(self._of[budget][drafted.bit_length()])
+        return self._median(budget, drafted.bit_length())
+
+    def _median(self, budget: Budget, size: int) -> float:
+        return median_low(seconds for _, seconds in self._of[budget][size])
 
     def known(self, budget: Budget) -> tuple[float, float] | None:
-        """Return (seconds of a step of a budget, relative standard deviation), or None if it was never tried."""
-        if not (shares := self._shares.get(budget)):
+        """Return (seconds of a step of a budget, relative standard deviation), or None before its second step.
+
+        The first step of a kind may be slow for once, and of two the faster one counts.
+        """
+        if not (shares := self._shares.get(budget)) or sum(map(len, self._of[budget].values())) < 2:
             return None
         trials, age = sum(shares.values()), self._steps - self._tried_at[budget]
         total, most = 0.0, math.inf
         for size in sorted(shares, reverse=True):  # a smaller tree cannot take longer
-            most = min(most, median_low(self._of[budget][size]))
+            most = min(most, self._median(budget, size))
             total += shares[size] * most
         mean = total / trials
         return mean, math.hypot(_NOISE / math.sqrt(min(trials, _KEPT)), age / _AGEING)
@@ -175,9 +192,10 @@ def _arms(budgets: Sequence[Budget]) -> dict[Budget, _Acceptance]:
 
 _MEMORY = 0.9975  # weight of a trial relative to the next one
 _GUESS, _OF_LARGER = 0.75, 0.8
-"""Per-position acceptance assumed before any trial, and a chain's acceptance relative to the tree that contains it."""
-_KEPT, _STALE, _AGEING = 31, 500, 4000.0
-"""Steps kept per budget, steps after which its seconds are forgotten, and steps in which their doubt grows e-fold."""
+"""Per-position acceptance assumed before any trial; a chain's acceptance relative to the tree that contains it."""
+_KEPT, _RECENT, _RETIMED, _STALE, _AGEING = 31, 384, 128, 500, 4000.0
+"""Steps kept per budget; their greatest age when a newer one is added; steps between plain steps that are timed while
+drafting; steps after which a budget's seconds are forgotten; steps until their doubt grows e-fold."""
 _NOISE, _BETWEEN, _BEYOND = 0.15, 0.04, 0.3
 """Relative standard deviations: of a step's seconds, and of guesses between and beyond tried budgets."""
 _CAUTION = 0.5  # share of a standard deviation that is explored; half of it is always added to the acceptance
@@ -221,11 +239,10 @@ class AdaptivePolicy:
         held, left = self._held.get(size, (PLAIN, 0))
         if not left or (held != PLAIN and held not in budgets):
             balance, seconds = self._balance.setdefault(size, _FIRST_LOSS), self._seconds.setdefault(size, _Seconds())
-            if first := bool(seconds.tried and PLAIN not in seconds.tried):  # a guess would hide that drafts are slow
-                held = PLAIN
-            else:
-                held = PLAIN if balance < -1 else self._best(size, self._arms[budgets], explores=balance > 0)
-            left = _HELD if not first and (held == PLAIN or balance > 1) else 1
+            timing = seconds.lacks_plain  # a guess would hide that drafts are slow
+            plain = timing or balance < -1
+            held = PLAIN if plain else self._best(size, self._arms[budgets], explores=balance > 0)
+            left = _HELD if not timing and (held == PLAIN or balance > 1) else 1
         self._held[size] = held, left - 1
         return held
 

@@ -20,11 +20,13 @@ class Machine:
     verify: Callable[[int, int], float] = lambda rows, nodes: 1.0
     noise: float = 0.05
     hiccups: float = 0.02
+    pace: Callable[[int], float] = lambda step: 1.0
+    """The factor by which the whole machine is slower at a step."""
 
-    def timed(self, seconds: float, chance: random.Random) -> float:
+    def timed(self, seconds: float, step: int, chance: random.Random) -> float:
         """What a clock shows of it."""
         hiccup = 20 if chance.random() < self.hiccups else 1
-        return seconds * chance.lognormvariate(0, self.noise) * hiccup
+        return seconds * self.pace(step) * chance.lognormvariate(0, self.noise) * hiccup
 
 
 def simulate(
@@ -37,13 +39,15 @@ def simulate(
     seed: int = 0,
     found: float = 1.0,
 ) -> float:
-    """Decode ``tokens`` tokens in each row; return the tokens in a true second that its choices have on average.
+    """Decode ``tokens`` tokens in each row; return the tokens in a true second, at a pace of 1, that its choices
+    have on average.
 
     Each drafted token is accepted with probability ``rate``, of a chain where the tree is larger with 0.8 of it. The
     drafter finds something to draft with probability ``found``. After plain steps it first reads what it missed.
     """
     chance = random.Random(seed)
     written = expected = seconds = missed = 0.0
+    number = 0
     while written < tokens:
         budget = policy.choose(budgets, rows)
         assert budget == PLAIN or budget in budgets
@@ -56,7 +60,8 @@ def simulate(
             steps.append(StepCount(accepted + 1, accepted, offered, budget.nodes - 1 if offered else 0))
         true = machine.draft * (budget.depth + 0.05 * min(missed, 20) * (budget != PLAIN))
         passed = machine.verify(rows, 1 + max(step.drafted for step in steps))
-        draft, verify = machine.timed(true, chance), machine.timed(passed, chance)
+        draft, verify = machine.timed(true, number, chance), machine.timed(passed, number, chance)
+        number += 1
         policy.observe(budget, steps, draft, verify, draft + verify)
         written += sum(step.emitted for step in steps) / rows
         expected += expected_of(budget, rate, budgets, found)

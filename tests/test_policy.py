@@ -88,6 +88,20 @@ def test_drafts_that_do_not_fit_the_text_cost_a_first_call_of_64_tokens_at_most_
     assert min(found.values()) >= 0.95, found
 
 
+@pytest.mark.parametrize("spell", [0, 60, 150])
+@pytest.mark.parametrize(("rate", "draft"), [(0.1, 0.1), (0.3, 0.15), (0.8, 0.1)])
+def test_neither_one_slow_step_nor_a_slow_spell_decides_for_long(rate: float, draft: float, spell: int) -> None:
+    """One step in 50 takes twenty times as long, often the first of its kind, and in every other spell all take 1.8."""
+    machine = Machine(draft, lambda rows, nodes: 1 + 0.02 * (nodes - 1), 0.1)
+    machine.pace = (lambda step: 1.8 if step // spell % 2 else 1.0) if spell else machine.pace
+    speeds = (
+        expected_of(budget, rate, chains(6)) / (draft * budget.depth + 1 + 0.02 * budget.depth) for budget in chains(6)
+    )
+    best = max(1.0, *speeds)
+    found = [simulate(AdaptivePolicy(), machine, rate, 2000, chains(6), 1, seed) / best for seed in range(12)]
+    assert min(found) >= 0.88, found
+
+
 def test_drafts_that_are_accepted_but_slow_are_stopped_too() -> None:
     """Each step is accepted whole, but takes 20 plain steps: without a measured plain step this looks like a gain."""
     policy, budgets, seconds, tokens = AdaptivePolicy(), chains(6), 0.0, 0
