@@ -41,6 +41,7 @@ DRAFTS: dict[str, Callable[[CausalLM], DSparkDraft | Eagle3Draft]] = {
     "DSpark of few tokens that fills in, a recurrent bias": lambda target: tiny_dspark(
         target, mask_token_id=MASK, writes=FEW, markov_head_type="rnn", sample_from_anchor=False
     ),
+    "DFlash": tiny_dflash,
     "DFlash, one layer with a window": lambda target: tiny_dflash(target, **{**WINDOWS, "layer_types": MIXED}),
     "DFlash, windows that see later slots": lambda target: tiny_dflash(target, **WINDOWS, is_causal=False),
     "DFlash, causal windows": lambda target: tiny_dflash(target, **WINDOWS, is_causal=True),
@@ -93,6 +94,8 @@ def test_a_draft_goes_to_the_nested_layout_and_back_and_drafts_the_same(
     DRAFTS[name](target[1]).save_pretrained(source)
     there = export(source, tmp_path / "there", "speculators").folder
     back = export(there, tmp_path / "back", "eagle3" if name.startswith("EAGLE-3") else "dspark").folder
+    if name == "DFlash":
+        assert 'sliding_window_non_causal": true' in (there / "config.json").read_text(), "vLLM reads it in all layers"
     assert_drafts_equal(target[1], *(drafter(folder, target[1]) for folder in (source, there, back)))
     stored, again = (load_file(folder / "model.safetensors") for folder in (source, back))
     assert stored.keys() == again.keys() and all(torch.equal(stored[each], again[each]) for each in stored)

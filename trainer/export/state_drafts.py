@@ -125,9 +125,9 @@ def nested(flat: Mapping[str, Any], method: str, tokens: int, target: str | None
                 "give --format dspark"
             )
         own["aux_hidden_state_layer_ids"] = [layer + 1 for layer in own.pop("target_layer_ids")]
-        own["sliding_window_non_causal"] = causal is False
+        slides = layers["use_sliding_window"] = "sliding_window" in layers
+        own["sliding_window_non_causal"] = causal is False or not slides  # vLLM obeys it in layers without a window too
         own["block_size"] = tokens + (not own["sample_from_anchor"])
-        layers["use_sliding_window"] = "sliding_window" in layers
     verifier = hub_repository(target_name({"target": {"name": target}, "recipe": {}}))
     return {
         **own,
