@@ -25,6 +25,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "norms of taps, norm of the output": {"fc_norm": True, "norm_output": True},
     "a reduced vocabulary": {"writes": (0, 2, 3, 5, 7, 11), "norm_before_residual": True},
     "a window, norms of queries and keys": {"sliding_window": 3, "qk_norm": True},
+    "a window of all slots of the longest text": {"sliding_window": 19},
     "no grouped keys, one tap, another rope": {
         "num_key_value_heads": 2,
         "target_layer_ids": (1,),
