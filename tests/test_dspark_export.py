@@ -72,13 +72,17 @@ def test_the_folder_is_what_training_wrote_and_its_card_says_what_it_reads(
     few = export(trained(tmp_path / "few", target, writes=(1, 4, 5, 9, 263)), tmp_path / "few-out", "dspark")
     assert few.compared[1].startswith("the draft writes 5 of 264 tokens; llama.cpp loads such drafts")
     assert [command.server for command in few.commands] == ["vllm"], "SGLang does not read d2t"
+    gated = export(trained(tmp_path / "gated", target, markov_head_type="gated"), tmp_path / "gated-out", "dspark")
+    assert [command.server for command in gated.commands] == ["sglang"], "the only server that computes this bias"
     flash = export(trained(tmp_path / "flash", target, flash=True), tmp_path / "flash-out", "dspark")
     assert "# DFlash draft for target\n" in (flash.folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize("format", ["headstart", "draft"])
 def test_formats_of_other_artefacts_do_not_take_it(tmp_path: Path, target: tuple[Path, CausalLM], format: str) -> None:
-    with pytest.raises(ValueError, match=r"contains a DSpark draft, but format .* use format dspark or gguf"):
+    with pytest.raises(
+        ValueError, match=r"contains a DSpark draft, but format .* use format dspark or speculators or gguf"
+    ):
         export(trained(tmp_path / "run", target), tmp_path / "out", format)
 
 
@@ -161,24 +165,19 @@ def test_a_gguf_file_says_what_slots_see_and_how_rotary_embeddings_are_scaled(
 
 
 @pytest.mark.parametrize(
-    ("format", "changes", "problem"),
+    ("changes", "problem"),
     [
-        ("gguf", WINDOWS, "causal in some of the draft's layers and not in others, but llama.cpp treats all"),
-        (
-            "gguf",
-            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-            "by dynamic .* cannot write for DSpark drafts",
-        ),
-        ("gguf", {"target_layer_ids": (0, 2)}, "reads the target's last layer, which llama.cpp cannot"),
-        ("gguf", {"markov_head_type": "gated"}, "has a gated Markov head, which can be decoded here but not exported"),
-        ("dspark", {"markov_head_type": "rnn"}, "has a rnn Markov head, which can be decoded here but not exported"),
+        (WINDOWS, "causal in some of the draft's layers and not in others, but llama.cpp treats all"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "by dynamic .* cannot write for DSpark drafts"),
+        ({"target_layer_ids": (0, 2)}, "reads the target's last layer, which llama.cpp cannot"),
+        ({"markov_head_type": "gated"}, "has a gated Markov head, which llama.cpp cannot compute"),
     ],
 )
-def test_what_a_format_cannot_say_is_refused(
-    tmp_path: Path, target: tuple[Path, CausalLM], format: str, changes: dict[str, Any], problem: str
+def test_what_a_gguf_file_cannot_say_is_refused(
+    tmp_path: Path, target: tuple[Path, CausalLM], changes: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ValueError, match=problem):
-        export(trained(tmp_path / "run", target, **changes), tmp_path / "out", format)
+        export(trained(tmp_path / "run", target, **changes), tmp_path / "out", "gguf")
     assert not (tmp_path / "out").exists()
 
 

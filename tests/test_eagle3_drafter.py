@@ -24,6 +24,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "norm before the residual, norm before fc": {"norm_before_residual": True, "norm_before_fc": True},
     "norms of taps, norm of the output": {"fc_norm": True, "norm_output": True},
     "a reduced vocabulary": {"writes": (0, 2, 3, 5, 7, 11), "norm_before_residual": True},
+    "a window, norms of queries and keys": {"sliding_window": 3, "qk_norm": True},
+    "a window of all slots of the longest text": {"sliding_window": 19},
     "no grouped keys, one tap, another rope": {
         "num_key_value_heads": 2,
         "target_layer_ids": (1,),
@@ -100,6 +102,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch, Eagle3Draft], object]] = {
     "one position for all": lambda patch, draft: patch.setattr(
         Eagle3Draft, "_rotary", lambda self, positions, own=Eagle3Draft._rotary: own(self, positions * 0)
     ),
+    "a window": lambda patch, draft: setattr(draft, "config", replace(draft.config, sliding_window=4)),
     "drafted slots that stay": lambda patch, draft: patch.setattr(Eagle3State, "_append", _keeping),
 }
 

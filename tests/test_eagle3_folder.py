@@ -93,6 +93,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "flags": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
     "norms of taps": {"fc_norm": True},
     "a scaled rope": {"rope_parameters": LLAMA3, "max_position_embeddings": 512},
+    "a window, norms of queries and keys": {"sliding_window": 3, "qk_norm": True},
 }
 
 
@@ -184,6 +185,35 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"target_layer_ids": (1, 3, 4), "norm_before_fc": True},
     ),
     "speculators": (SPECULATORS, {"target_layer_ids": (1, 4, 6), **FLAGS, "rope_parameters": ROPE}),
+    "speculators, a layer of Qwen 3 with a window": (
+        {
+            **SPECULATORS,
+            "transformer_layer_config": {
+                **SPECULATORS["transformer_layer_config"],
+                "model_type": "qwen3",
+                "layer_types": ["sliding_attention"],
+                "use_sliding_window": True,
+                "sliding_window": 4,
+            },
+        },
+        {"target_layer_ids": (1, 4, 6), **FLAGS, "rope_parameters": ROPE, "sliding_window": 4, "qk_norm": True},
+    ),
+    "speculators before norm_before_residual": (
+        {key: value for key, value in SPECULATORS.items() if key != "norm_before_residual"},
+        {"target_layer_ids": (1, 4, 6), **FLAGS, "norm_before_residual": False, "rope_parameters": ROPE},
+    ),
+    "vLLM's names for Qwen 3": (
+        {
+            "architectures": ["Eagle3Qwen3ForCausalLM"],
+            **SIZED,
+            "num_key_value_heads": 1,
+            "draft_vocab_size": 5,
+            "layer_types": ["full_attention"],
+            "use_sliding_window": False,
+            "sliding_window": 4,
+        },
+        {"target_layer_ids": (1, 3, 4), "qk_norm": True},
+    ),
     "speculators, default taps": (
         {**SPECULATORS, "eagle_aux_hidden_state_layer_ids": None},
         {"target_layer_ids": (1, 3, 4), **FLAGS, "rope_parameters": ROPE},
@@ -224,18 +254,26 @@ def _pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
-NESTED = {key: value for key, value in SPECULATORS.items() if key != "norm_before_residual"}
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "two layers": (with_config(num_hidden_layers=2), "num_hidden_layers is 2"),
     "another style": (
         with_config(architectures=["Eagle3DeepseekV2ForCausalLM"]),
-        "not Llama's but of Eagle3DeepseekV2",
+        "neither Llama's nor Qwen 3's but of Eagle3DeepseekV2",
     ),
     "another nested style": (
-        with_config(transformer_layer_config={"model_type": "qwen3"}, norm_before_residual=False),
-        "its layer is not Llama's but of qwen3",
+        with_config(transformer_layer_config={"model_type": "gemma3"}, norm_before_residual=False),
+        "its layer is neither Llama's nor Qwen 3's but of gemma3",
     ),
-    "a window": (with_config(layer_types=["sliding_attention"]), "its layer attends to a window"),
+    "a window without a size": (with_config(layer_types=["sliding_attention"]), "'sliding_window' is missing"),
+    "a window of none": (
+        with_config(layer_types=["sliding_attention"], sliding_window=0),
+        "sliding_window is 0: use a whole number",
+    ),
+    "a window that is not used": (
+        with_config(layer_types=["sliding_attention"], sliding_window=4, use_sliding_window=False),
+        "use_sliding_window is False, but layer_types is ['sliding_attention']",
+    ),
+    "another kind of layer": (with_config(layer_types=["chunked_attention"]), "layer_types is ['chunked_attention']"),
     "another rope": (with_config(rope_parameters={"rope_type": "longrope"}), "its rotary embeddings are longrope"),
     "a rope without its factor": (with_config(rope_parameters={"rope_type": "linear"}), "factor"),
     "a partial rope": (with_config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
@@ -243,6 +281,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         with_config(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
         "partial_rotary_factor is 0.5",
     ),
+    "an embedding of its own": (with_config(embed_requires_grad=True), "embed_requires_grad is True"),
     "biases": (with_config(attention_bias=True), "attention_bias is True"),
     "another width": (with_config(target_hidden_size=32), "it is 16 wide for a target 32 wide"),
     "no taps": (
@@ -255,10 +294,6 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "both norms": (with_config(norm_before_fc=True, fc_norm=True), "norm_before_fc and fc_norm are both true"),
     "a flag that is none": (with_config(norm_output=1), "norm_output is 1: use true or false"),
-    "a nested one without the flag": (
-        lambda folder: (folder / "config.json").write_text(json.dumps(NESTED)),
-        "norm_before_residual is missing, for which servers have different defaults",
-    ),
     "falling taps": (with_config(eagle_aux_hidden_state_layer_ids=[5, 4, 2]), "[4, 3, 1]: use increasing layers"),
     "the embedding's output": (with_config(eagle_aux_hidden_state_layer_ids=[0, 4, 5]), "target_layer_ids is -1"),
     "a tap that is none": (with_config(eagle_aux_hidden_state_layer_ids=["2"]), "does not describe an EAGLE-3 draft"),

@@ -71,9 +71,9 @@ def written(folder: Path, family: str, dtype: torch.dtype = torch.float32, **cha
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """A file's tensors by llama.cpp's names, as floats."""
+    """A file's tensors of floats, by llama.cpp's names."""
     reader = GGUFReader(folder / "model.gguf")
-    return {t.name: dequantize(t.data, t.tensor_type).reshape(t.shape[::-1]) for t in reader.tensors}
+    return {t.name: dequantize(t.data, t.tensor_type).reshape(t.shape[::-1]) for t in reader.tensors if t.name != "d2t"}
 
 
 def key(folder: Path, name: str) -> Any:

@@ -20,6 +20,7 @@ DRAFT = Artefact("draft", 9, "float32", hidden_size=8, vocab_size=128, layers=1)
 HEADS = replace(DRAFT, format="headstart", heads=3)
 DSPARK = replace(DRAFT, format="dspark", at_once=4, markov_rank=8)
 DFLASH = replace(DSPARK, markov_rank=0)
+EAGLE3 = replace(DRAFT, format="eagle3", eagle3=True)
 GGUF = replace(DRAFT, format="gguf")
 
 
@@ -68,6 +69,8 @@ def noted(found: ServerCommand, text: str) -> bool:
         (DRAFT, ["vllm", "sglang"]),
         (DSPARK, ["vllm", "sglang"]),
         (DFLASH, ["vllm", "sglang"]),
+        (EAGLE3, ["vllm", "sglang"]),
+        (replace(EAGLE3, format="speculators"), ["vllm"]),
         (GGUF, ["llama.cpp"]),
         (replace(DFLASH, format="gguf"), ["llama.cpp"]),
     ],
@@ -147,6 +150,24 @@ def test_a_dspark_draft_is_named_by_its_method_in_every_server(
     assert file.argv[5:7] == ("--spec-type", f"draft-{method}") and warned(file, "drafts by argmax")
     narrow = folder_of(tmp_path / "narrow", head_dim=32)
     assert warned(command(artefact, narrow), "head_dim is 32, but vLLM's GPU kernels support only 64 and 128")
+
+
+def test_an_eagle3_draft_is_named_by_its_method_in_every_server(folder: Path, tmp_path: Path) -> None:
+    found = command(EAGLE3, folder, path="runs/eagle3")
+    assert vllm_config(found) == {"method": "eagle3", "model": "runs/eagle3", "num_speculative_tokens": 4}
+    assert not warned(found, "another method")
+    words = command(EAGLE3, folder, "sglang").argv
+    assert words[6:] == (
+        "EAGLE3", "--speculative-draft-model-path", str(folder),
+        "--speculative-num-steps", "4", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "5",
+    )  # fmt: skip
+    file = command(replace(EAGLE3, format="gguf"), folder, "llama.cpp", plan=replace(PLAN, drawn=True))
+    assert file.argv[5:7] == ("--spec-type", "draft-eagle3") and warned(file, "drafts by argmax")
+    named = folder_of(tmp_path / "named", model_type="llama", eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    assert warned(command(EAGLE3, named, "sglang"), "SGLang ignores the layers that the config names")
+    for config in ({"model_type": "qwen3"}, {"sliding_window": 4}, {"norm_before_residual": True}):
+        other = folder_of(tmp_path / "-".join(config), **{"model_type": "llama", **config})
+        assert [each.server for each in commands_of(Serving(EAGLE3, other, "DIR", TARGET))] == ["vllm"]
 
 
 # --- the traps --------------------------------------------------------------------------------------------------------

@@ -76,10 +76,12 @@ def logits_after(draft: Eagle3Draft, target: CausalLM, text: Sequence[int], path
         q, k, v = (
             product(pair, f"midlayer.self_attn.{name}_proj").unflatten(0, (-1, config.head_dim)) for name in "qkv"
         )
+        if config.qk_norm:
+            q, k = norm(q, "midlayer.self_attn.q_norm"), norm(k, "midlayer.self_attn.k_norm")
         keys.append(rotated(k, position))
         values.append(v)
-        each = config.num_attention_heads // config.num_key_value_heads
-        every_key, every_value = (torch.stack(held).repeat_interleave(each, 1) for held in (keys, values))
+        each, window = config.num_attention_heads // config.num_key_value_heads, config.sliding_window or 0
+        every_key, every_value = (torch.stack(held[-window:]).repeat_interleave(each, 1) for held in (keys, values))
         scores = torch.einsum("hd,phd->hp", rotated(q, position), every_key) / config.head_dim**0.5
         attended = torch.einsum("hp,phd->hd", scores.softmax(-1), every_value).flatten()
         s = (normed if config.norm_before_residual else g) + product(attended, "midlayer.self_attn.o_proj")

@@ -11,8 +11,14 @@ import torch
 from accelerate.state import AcceleratorState
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from decoding.model.causal_lm import CausalLM
+from decoding.model.eagle3 import Eagle3Draft
+from decoding.model.eagle3_config import Eagle3Config, default_layers
+from decoding.model.loading import load_model
+from decoding.model.vocabulary import most_frequent_tokens
 from trainer.recipe.reading import parse_recipe
 from trainer.run.train import run_recipe
 
@@ -75,6 +81,63 @@ def train_dspark(
     }
     draft = {"vocabulary": vocabulary, "dspark": section}
     return _trained(folder, "draft", steps, target=str(target), dtype="fp32", draft=draft, output=str(folder / name))
+
+
+def deepened(folder: Path, target: Path, kept: Sequence[int], layers: int = 8) -> Path:
+    """Write the target with its layers at the places ``kept`` among layers that change nothing; return its folder."""
+    model = LlamaForCausalLM.from_pretrained(target)
+    torch.manual_seed(0)
+    deep = LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), "num_hidden_layers": layers}))
+    own = model.model.layers
+    for layer in deep.model.layers:
+        for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            torch.nn.init.zeros_(last.weight)
+    for place, layer in zip(kept, own, strict=True):
+        deep.model.layers[place].load_state_dict(layer.state_dict())
+    rest = {name: tensor for name, tensor in model.state_dict().items() if ".layers." not in name}
+    deep.load_state_dict(rest, strict=False)
+    deep.save_pretrained(folder)
+    bpe_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def fit_eagle3(folder: Path, target: Path, vocabulary: int | None = None, steps: int = 80, **changes: Any) -> Path:
+    """Fit an EAGLE-3 draft of the default layers to sentences, one recycled state deep; return its folder."""
+    torch.manual_seed(0)
+    model, tokenizer = CausalLM(load_model(str(target), torch.float32)), bpe_tokenizer()
+    tokenizer.pad_token = END
+    rows = tokenizer([text + END for text in sentences(96, seed=400)], padding=True, return_tensors="pt")
+    ids, size, layers = rows["input_ids"], model.vocab_size, default_layers(model.num_layers)
+    writes = most_frequent_tokens(ids.tolist(), vocabulary or size, size)
+    sizes: dict[str, Any] = {
+        "hidden_size": model.hidden_size,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+    }
+    sizes |= {"num_key_value_heads": 1, "vocab_size": size, "draft_vocab_size": len(writes)}
+    draft = Eagle3Draft(Eagle3Config(**sizes, target_layer_ids=layers, **changes))
+    draft.write_only(writes)
+    with torch.no_grad():
+        states = model.model(input_ids=ids, output_hidden_states=True).hidden_states
+        tapped, embedded = torch.cat([states[layer + 1] for layer in layers], -1), states[0]
+    outputs = torch.full((size,), -100).index_copy(0, torch.tensor(writes), torch.arange(len(writes)))
+    labels = outputs[ids].where(rows["attention_mask"] == 1, -100)
+    optimizer, positions = torch.optim.AdamW(draft.parameters(), lr=1e-2), torch.arange(ids.shape[1])[None]
+    for _ in range(steps):
+        drawn, loss = torch.randint(len(ids), (16,)), torch.zeros(())
+        state = draft.fused(tapped[drawn])
+        for first in (1, 2):  # of the tokens that are paired with the state of slot 0
+            count = ids.shape[1] - 1 - first
+            read = embedded[drawn, first : first + count]
+            state = draft(read, state[:, :count], positions[:, :count], lambda *fresh: fresh)
+            loss = loss + cross_entropy(draft.logits(state).mT, labels[drawn, first + 1 : first + 1 + count])
+            state = draft.recycled(state)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    draft.save_pretrained(folder)
+    return folder
 
 
 def _trained_target(folder: Path, texts: Sequence[str], steps: int) -> Path:

@@ -151,6 +151,8 @@ class Eagle3State:
         config, weight = draft.config, draft.fc.weight
         shape = (rows, config.num_key_value_heads, max_length + max(max_nodes, _FEW), config.head_dim)
         self._keys, self._values = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
+        self._held_at = torch.zeros(rows, shape[2], dtype=torch.long, device=weight.device)
+        """Positions of the slots whose keys are kept, for drafts with a window."""
         self._states = weight.new_zeros(rows, max_nodes + 1, config.hidden_size)
         """States of each row's nodes that ran. The root has the state of the text's last slot, or zeros if there is no
         slot."""
@@ -175,6 +177,7 @@ class Eagle3State:
         length = self._lengths[to] = self._lengths[slot]
         for buffer in (self._keys, self._values):
             buffer[to, :, :length] = buffer[slot, :, :length]
+        self._held_at[to] = self._held_at[slot]
         self._states[to, 0] = self._states[slot, 0]
         self._unread[to] = self._unread.pop(slot)
 
@@ -255,6 +258,12 @@ class Eagle3State:
                 buffer[index, :, places] = block.transpose(1, 2)
             return self._keys[here, :, :keys], self._values[here, :, :keys]
 
+        if (window := self.draft.config.sliding_window) is not None:
+            self._held_at[index, places] = positions
+            if keys > window:
+                held_at, at = self._held_at[here, None, :keys], positions[..., None]
+                near = (held_at <= at) & (held_at > at - window)
+                visible = near if visible is None else visible & near
         embedded = unscaled_embeddings(self._target.model, tokens)
         mask = None if visible is None else visible[:, None]
         ran: Tensor = self.draft(embedded, states, positions, held, mask)

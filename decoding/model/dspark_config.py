@@ -40,7 +40,7 @@ GPU_HEAD_DIMS = (64, 128)
 REMEDY = "use a DSpark or DFlash draft as headstart, DeepSpec, speculators, SpecForge or z-lab write it"
 _THIS_TARGET = "use a draft trained on this target"
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Sight(NamedTuple):
@@ -140,17 +140,17 @@ class DSparkConfig:
             )
         object.__setattr__(self, "target_layer_ids", taps)
         object.__setattr__(self, "tree", paths)
-        slides = _SLIDING in self.layer_types
+        slides = SLIDING in self.layer_types
         object.__setattr__(self, "layer_types", tuple(self.layer_types) if slides else ())
         object.__setattr__(self, "sliding_window", self.sliding_window if slides else None)
         object.__setattr__(self, "is_causal", self.is_causal if slides else self.is_causal or None)
 
     def _check_attention(self) -> None:
         """Raise UserError for layers, rotary embeddings and biases that this package cannot compute."""
-        slides = _SLIDING in self.layer_types
-        if set(self.layer_types) - {_FULL, _SLIDING} or (slides and len(self.layer_types) != self.num_hidden_layers):
+        slides = SLIDING in self.layer_types
+        if set(self.layer_types) - {_FULL, SLIDING} or (slides and len(self.layer_types) != self.num_hidden_layers):
             raise UserError(
-                f"layer_types is {list(self.layer_types)}: use {_FULL} or {_SLIDING} for each of the "
+                f"layer_types is {list(self.layer_types)}: use {_FULL} or {SLIDING} for each of the "
                 f"{self.num_hidden_layers} layers"
             )
         if slides:
@@ -191,8 +191,8 @@ class DSparkConfig:
 
     @property
     def sights(self) -> tuple[Sight, ...]:
-        """What the slots of each layer see. As in servers, a window also hides early slots of a long block."""
-        sliding = [each == _SLIDING for each in self.layer_types or (_FULL,) * self.num_hidden_layers]
+        """What each layer's slots see; a window also hides early slots of a long block, as in servers."""
+        sliding = [each == SLIDING for each in self.layer_types or (_FULL,) * self.num_hidden_layers]
         causal = [each if self.is_causal is None else self.is_causal for each in sliding]
         windows = [self.sliding_window if each else None for each in sliding]
         return tuple(map(Sight, windows, causal))
@@ -284,7 +284,7 @@ def _config_of(stored: Mapping[str, Any]) -> DSparkConfig:
         if flat.get(key) not in values:
             raise UserError(f"{key} is {flat[key]}")
     uses, types = flat.get("use_sliding_window"), flat.get("layer_types") or ()
-    if (uses and not types) or (uses is False and _SLIDING in types):
+    if (uses and not types) or (uses is False and SLIDING in types):
         raise UserError(f"use_sliding_window is {uses}, but layer_types is {list(types)}")
     if flat.get("draft_vocab_size") == flat.get("vocab_size"):
         flat["draft_vocab_size"] = None

@@ -46,7 +46,7 @@ Held = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class _Attention(nn.Module):
-    """Llama's attention over pairs of an embedding and a state."""
+    """Llama's or Qwen 3's attention over pairs of an embedding and a state."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -56,13 +56,16 @@ class _Attention(nn.Module):
         self.k_proj = nn.Linear(2 * width, keys, bias=False)
         self.v_proj = nn.Linear(2 * width, keys, bias=False)
         self.o_proj = nn.Linear(queries, width, bias=False)
+        eps = config.rms_norm_eps
+        self.q_norm, self.k_norm = (LlamaRMSNorm(self.dim, eps) if config.qk_norm else nn.Identity() for _ in range(2))
 
     def forward(self, pairs: Tensor, rotary: tuple[Tensor, Tensor], held: Held, mask: Tensor | None) -> Tensor:
         batch, slots = pairs.shape[:2]
         queries, keys, values = (
-            part(pairs).view(batch, slots, -1, self.dim).transpose(1, 2)
-            for part in (self.q_proj, self.k_proj, self.v_proj)
+            part(pairs).view(batch, slots, -1, self.dim) for part in (self.q_proj, self.k_proj, self.v_proj)
         )
+        queries, keys = self.q_norm(queries).transpose(1, 2), self.k_norm(keys).transpose(1, 2)
+        values = values.transpose(1, 2)
         queries, keys = apply_rotary_pos_emb(queries, keys, *rotary)
         keys, values = held(keys, values)
         causal = mask is None and slots > 1

@@ -15,23 +15,25 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark_config import SLIDING
 from decoding.model.stored import CONFIG_NAME, check_whole, read_object
 
-_ARCHITECTURE = "LlamaForCausalLMEagle3"
-_LLAMAS = (_ARCHITECTURE, "Eagle3LlamaForCausalLM")
+_ARCHITECTURE, _OF_QWEN3 = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"
+_STYLES = ("llama", _ARCHITECTURE, "Eagle3LlamaForCausalLM", "qwen3", _OF_QWEN3)
 _TAKEN: dict[str, tuple[Any, ...]] = {
     "num_hidden_layers": (None, 1),
     "hidden_act": (None, "silu"),
     "attention_bias": (None, False),
     "mlp_bias": (None, False),
     "partial_rotary_factor": (None, 1),
+    "embed_requires_grad": (None, False),
 }
 """Settings that change the computation, with the values supported here."""
 _ROTARY = ("default", "linear", "llama3", "yarn")
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _DEFAULT_TAPS = 3
 _WIDEST = 1 << 16  # an attention head
-REMEDY = "use an EAGLE-3 draft of one Llama layer, as headstart, EAGLE, SpecForge, ModelOpt or speculators write it"
+REMEDY = "use an EAGLE-3 draft of one Llama or Qwen 3 layer, as EAGLE, SpecForge, ModelOpt or speculators write it"
 _THIS_TARGET = "use a draft trained on this target"
 
 
@@ -45,9 +47,13 @@ class Eagle3Config:
 
     ``norm_before_residual``: the residual stream starts from the normed state. ``norm_before_fc``: one norm over all
     taps. ``fc_norm``: one norm per tap. ``norm_output``: the next step reads the state after the final norm.
+
+    ``sliding_window``: a slot attends to this many slots, itself included; None: to all before it. ``qk_norm``: the
+    queries and keys of each head are normed, as in Qwen 3.
     """
 
     hidden_act: ClassVar[str] = "silu"
+    num_hidden_layers: ClassVar[int] = 1
     hidden_size: int
     intermediate_size: int
     num_attention_heads: int
@@ -63,6 +69,8 @@ class Eagle3Config:
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 2048
     rope_parameters: Mapping[str, Any] = field(default_factory=lambda: {"rope_theta": 1e4, "rope_type": "default"})
+    sliding_window: int | None = None
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -85,6 +93,8 @@ class Eagle3Config:
             raise UserError(f"rms_norm_eps is {self.rms_norm_eps!r}: use a number from 0 to 1")
         if self.norm_before_fc and self.fc_norm:
             raise UserError("norm_before_fc and fc_norm are both true: use one of them")
+        if self.sliding_window is not None:
+            check_whole("sliding_window", self.sliding_window)
         object.__setattr__(self, "target_layer_ids", taps)
 
     @property
@@ -126,26 +136,32 @@ class Eagle3Config:
         vLLM, SGLang and llama.cpp agree on drafts without flags that read the default layers.
         """
         own = asdict(self)
-        layers = own.pop("target_layer_ids")
+        layers, of_qwen3 = own.pop("target_layer_ids"), own.pop("qk_norm")
         rope = own["rope_parameters"] = dict(self.rope_parameters)
-        for name in _FLAGS:
+        for name in (*_FLAGS, "sliding_window"):
             if not own[name]:
                 del own[name]
+        if self.sliding_window is not None:
+            own |= {"use_sliding_window": True, "layer_types": [SLIDING]}
         if layers and not _is_default(layers):
-            own["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in layers]
-            own["num_aux_hidden_states"] = len(layers)
+            own |= self.named_layers()
         if rope["rope_type"] != "default":  # for readers of transformers 4's keys, as rope_theta
             own["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
         return {
-            "architectures": [_ARCHITECTURE],
-            "model_type": "llama",
-            "num_hidden_layers": 1,
+            "architectures": [_OF_QWEN3 if of_qwen3 else _ARCHITECTURE],
+            "model_type": "qwen3" if of_qwen3 else "llama",
+            "num_hidden_layers": self.num_hidden_layers,
             **own,
             "rope_theta": rope["rope_theta"],
             "hidden_act": self.hidden_act,
             "attention_bias": False,
             "tie_word_embeddings": False,
         }
+
+    def named_layers(self) -> dict[str, Any]:
+        """Return the keys of ``config.json`` that name the layers, also default ones."""
+        layers = self.target_layer_ids
+        return {"eagle_aux_hidden_state_layer_ids": [at + 1 for at in layers], "num_aux_hidden_states": len(layers)}
 
 
 def default_layers(count: int) -> tuple[int, ...]:
@@ -203,16 +219,17 @@ def _config_of(stored: Mapping[str, Any]) -> Eagle3Config:
                 raise UserError(f"{key} is {found}")
     style = nested.get("model_type", "llama") if nested else (flat.get("architectures") or [None])[0]
     width, of_target = flat["hidden_size"], flat.get("target_hidden_size")
-    windows = flat.get("layer_types") or (["sliding_attention"] if flat.get("use_sliding_window") else [])
+    uses, types = flat.get("use_sliding_window"), list(flat.get("layer_types") or ())
+    slides = types == [SLIDING]
     refused = {
-        f"its layer is not Llama's but of {style}": style not in ("llama", *_LLAMAS),
-        "its layer attends to a window": bool(set(windows) - {"full_attention"}),
+        f"its layer is neither Llama's nor Qwen 3's but of {style}": style not in _STYLES,
+        f"use_sliding_window is {uses}, but layer_types is {types}": (uses and not types) or (uses is False and slides),
+        f"layer_types is {types}": types not in ([], ["full_attention"], [SLIDING]),
         f"its rotary embeddings are {rope['rope_type']}": rope["rope_type"] not in _ROTARY,
         f"it is {width} wide for a target {of_target} wide": of_target not in (None, width),
         "it reads no states between the target's layers": own.get("use_aux_hidden_state") is False,
-        "norm_before_residual is missing, for which servers have different defaults: add it": nested is not None
-        and "norm_before_residual" not in flat,
     }
+    # A nested file without norm_before_residual means false, which speculators reads; vLLM takes true.
     for problem in (problem for problem, found in refused.items() if found):
         raise UserError(problem)
     known = {each.name: flat[each.name] for each in fields(Eagle3Config) if flat.get(each.name) is not None}
@@ -225,6 +242,8 @@ def _config_of(stored: Mapping[str, Any]) -> Eagle3Config:
             **known,
             "target_layer_ids": _layers(flat, own),
             "rope_parameters": rope,
+            "sliding_window": flat["sliding_window"] if slides else None,
+            "qk_norm": style in ("qwen3", _OF_QWEN3),
         }
     )
     if (count := flat.get("num_aux_hidden_states") or config.taps) != config.taps:

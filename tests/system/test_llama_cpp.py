@@ -17,24 +17,25 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import yaml
+from changed_folders import with_config
 from llama_cpp_server import llama_cpp
 from rich.console import Console
 from test_gguf import LLAMA3, QWEN2, sentencepiece_like
 from tiny_models import tiny_model
 from tiny_training import write_rows
 from tokenizers import Regex, pre_tokenizers
-from trained_pair import bpe_tokenizer, sentences, train_dspark, train_pair
+from trained_pair import bpe_tokenizer, deepened, fit_eagle3, sentences, train_dspark, train_pair
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from decoding.drafters import DraftModelDrafter, DSparkDrafter
+from decoding.drafters import DraftModelDrafter, DSparkDrafter, Eagle3Drafter
 from decoding.generate import DecodingConfig, Engine
 from decoding.measure.compare import compare, read_evaluation
 from decoding.measure.proof.greedy import margin_of
 from decoding.measure.proof.reference import EngineText
 from decoding.measure.results import as_json
 from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import eos_token_ids, load_dspark, load_model, load_tokenizer
+from decoding.model.loading import eos_token_ids, load_dspark, load_eagle3, load_model, load_tokenizer
 from trainer.cli import app
 from trainer.commands.evaluate_served import run_evaluate_served
 from trainer.commands.options import EvaluateOptions, RegenerateOptions
@@ -87,6 +88,16 @@ REREAD: dict[str, dict[str, Any]] = {
     "dflash, yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **STRETCHED}},
 }
 """Other readings of the DFlash draft's weights: it drafts worse with them, but the same here and in llama.cpp."""
+EAGLE3: dict[str, dict[str, Any]] = {
+    "eagle3": {},
+    "eagle3, few tokens and norms": {"vocabulary": 60, "norm_before_residual": True, "norm_before_fc": True},
+}
+EAGLE3_REREAD: dict[str, dict[str, Any]] = {
+    "eagle3, norm before the residual": {"norm_before_residual": True},
+    "eagle3, other layers": {"eagle_aux_hidden_state_layer_ids": [3, 4, 5]},
+    "eagle3, llama3": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **SLOWED}},
+    "eagle3, yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **STRETCHED}},
+}
 Row = dict[str, Any]
 
 
@@ -177,6 +188,22 @@ class Desk:
             found.append(LlamaCppCase(f"{name} f32", targets["f32"], file, DRAFT_TOKENS, own, method="dflash"))
         return found
 
+    def eagle3_cases(self, target: Path, model: CausalLM) -> list[LlamaCppCase]:
+        """Drafts of a target of eight layers; the first one is also read with other settings."""
+        file, folders = self.file(target, "deep-gguf"), dict[str, Path]()
+        for name, settings in EAGLE3.items():
+            folders[name] = fit_eagle3(self.folder / name, target, **settings)
+        for name, changes in EAGLE3_REREAD.items():
+            shutil.copytree(folders["eagle3"], folder := self.folder / name)
+            with_config(**changes)(folder)
+            folders[name] = folder
+        found = []
+        for name, folder in folders.items():
+            own = Eagle3Drafter(load_eagle3(folder, model), DRAFT_TOKENS)
+            draft = export(folder, self.folder / "gguf" / name, "gguf", target=str(target), prompts=NO_PROMPTS).folder
+            found.append(LlamaCppCase(name, file, draft / "model.gguf", DRAFT_TOKENS, own, method="eagle3"))
+        return found
+
     def cases(self) -> list[LlamaCppCase]:
         target, draft = (
             {type: self.file(folder, f"{kind}-{type}", type) for type in TYPES}
@@ -205,6 +232,15 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
 def found(desk: Desk) -> dict[str, Row]:
     """The rows of all cases by name, from one process of llama.cpp."""
     rows = serve_llama_cpp(desk.target, desk.cases(), desk.prompts, MAX_NEW_TOKENS, desk.ends)
+    return {row["artefact"]: row for row in rows}
+
+
+@pytest.fixture(scope="module")
+def eagle3(desk: Desk) -> dict[str, Row]:
+    """The rows of EAGLE-3 drafts, with a target whose layers are spread among others that change nothing."""
+    target = deepened(desk.folder / "deep", desk.pair[0], kept=(0, 2, 4))
+    model = CausalLM(load_model(str(target), torch.float32))
+    rows = serve_llama_cpp(model, desk.eagle3_cases(target, model), desk.prompts, MAX_NEW_TOKENS, desk.ends)
     return {row["artefact"]: row for row in rows}
 
 
@@ -253,6 +289,20 @@ def test_a_dspark_draft_writes_our_text_in_as_many_passes_as_here(found: dict[st
         return
     assert len(accepted) == DRAFT_TOKENS and 0 < accepted[1] < accepted[0] <= passes, "neither none nor all"
     assert row["theirs"]["drafted"] == DRAFT_TOKENS * passes
+
+
+@pytest.mark.parametrize("name", [*EAGLE3, *EAGLE3_REREAD])
+def test_an_eagle3_draft_writes_our_text_in_as_many_passes_as_here(
+    found: dict[str, Row], eagle3: dict[str, Row], name: str
+) -> None:
+    row = eagle3[name]
+    assert row["texts"] == found["plain f32"]["texts"] and row["equal"] == PROMPTS
+    assert row["theirs"] == row["ours"]
+    accepted, passes = row["theirs"]["accepted"], row["theirs"]["passes"]
+    others = [eagle3[other]["theirs"] for other in eagle3 if other != name]
+    assert accepted[0] > 0 and row["theirs"] not in others, "llama.cpp reads the settings"
+    if name in EAGLE3:
+        assert len(accepted) == DRAFT_TOKENS and 0 < accepted[2] < accepted[1] < accepted[0] < passes
 
 
 def test_a_damaged_draft_shows_in_the_counts_and_not_in_the_text(found: dict[str, Row]) -> None:

@@ -21,7 +21,7 @@ from decoding.errors import UserError
 from trainer.commands.inspection import marked_text
 from trainer.doctor.machine import size
 from trainer.export.exporter import NO_PROMPTS, export
-from trainer.export.task import DRAFT, DSPARK, HEADS, kind_held_in
+from trainer.export.task import DRAFT, DSPARK, EAGLE3, HEADS, kind_held_in
 from trainer.job import Job
 from trainer.learning.spans import StepTimes, Stopwatch
 from trainer.processes import Process, agreed, build_accelerator, describe, on_first
@@ -113,7 +113,7 @@ def _write_artefact(recipe: AnyRecipe, job: Job, accelerator: Accelerator, scrat
     finish(job, made, Progress(0, 0), [], describe(accelerator))
     if (folder / "provenance.json").is_file():  # from an earlier dry run
         shutil.rmtree(folder)
-    format = {HEADS: "headstart", DRAFT: "draft", DSPARK: "dspark"}[kind_held_in(made)]
+    format = {HEADS: "headstart", DRAFT: "draft", DSPARK: "dspark", EAGLE3: "eagle3"}[kind_held_in(made)]
     try:
         say(console, str(export(made, folder, format, prompts=NO_PROMPTS)))
     except UserError as error:  # some drafts do not fit any format

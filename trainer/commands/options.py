@@ -166,10 +166,20 @@ class CompareOptions:
 class ExportOptions:
     """Options of `headstart export`."""
 
-    source: Annotated[Path, Argument(help="Folder of a training run, its final/ folder, or one of its checkpoints.")]
+    source: Annotated[
+        Path,
+        Argument(
+            help="Folder of a training run, its final/ folder or a checkpoint; or another's draft, or its Hub id."
+        ),
+    ]
     destination: Annotated[Path, Argument(help="Folder to create.")]
     format: Annotated[
-        str, Option(metavar="NAME", help="Heads: headstart. A draft: draft or gguf. A DSpark draft: dspark or gguf.")
+        str,
+        Option(
+            metavar="NAME",
+            help="Heads: headstart. A draft: draft or gguf. A DSpark draft: dspark, speculators or gguf. An EAGLE-3 "
+            "draft: eagle3, speculators or gguf.",
+        ),
     ]
     report: Annotated[Path | None, Option(metavar="FILE", help="report.json of these weights, for the card.")] = None
     plan: Annotated[

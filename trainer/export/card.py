@@ -157,8 +157,8 @@ def render_card(
     repository = quickstart.MODEL if embedded else hub_repository(target)
     on_hub = is_hub_id(repository)
     method = artefact.method
-    kinds = {"medusa": "Medusa heads", "dspark": "DSpark draft", "dflash": "DFlash draft", "draft-model": "Draft model"}
-    kind = kinds[method]
+    kinds = {"medusa": "Medusa heads", "dspark": "DSpark draft", "dflash": "DFlash draft", "eagle3": "EAGLE-3 draft"}
+    kind = kinds.get(method, "Draft model")
     packed = ((provenance or {}).get("target") or {}).get("quantisation")
     named = code(target) if packed is None else f"{code(target)}, quantised ({packed})"
     title = kind if target == UNKNOWN_TARGET else f"{kind} for {target}"
@@ -178,7 +178,7 @@ def render_card(
         means = "the adapted target"
     elif provenance is not None and is_adapted(provenance):
         means = "the adapted target's folder, `final/target` of the training run"
-    drafter = "heads" if artefact.heads else "dspark" if artefact.at_once else "draft"
+    drafter = {"medusa": "heads", "dspark": "dspark", "dflash": "dspark", "eagle3": "eagle3"}.get(method, "draft")
     return _template().render(
         front_matter=metadata.to_yaml(),
         artefact=artefact,

@@ -16,7 +16,7 @@ from decoding.measure.markdown import one_line
 from decoding.measure.planning.plan_file import read_plan
 from decoding.measure.redact import basename, hub_repository, is_hub_id, without_local_paths
 from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.stored import read_object
+from decoding.model.stored import CONFIG_NAME, read_object
 from decoding.rules.best_tree import Paths
 from decoding.rules.tree import checked_paths
 from trainer.heads.medusa2 import TARGET_FOLDER
@@ -71,11 +71,20 @@ def target_of(source: Path) -> str | None:
     """
     stored = read_provenance(source)
     if stored is None:
-        return None
+        return _verifier_in(source)
     if is_adapted(stored):
         return str(source / TARGET_FOLDER)
     name = stored["revisions"].get("target") or stored["target"].get("name") or stored["recipe"].get("target")
     return None if not name else str(name)
+
+
+def _verifier_in(source: Path) -> str | None:
+    """Return the target that speculators' nested ``config.json`` names."""
+    path = source / CONFIG_NAME
+    found: Any = read_object(path, "copy it again") if path.is_file() else {}
+    for key in ("speculators_config", "verifier", "name_or_path"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, str) and found != UNKNOWN_TARGET else None
 
 
 def trained_for(source: Path) -> str | None:

@@ -63,11 +63,12 @@ def export(
 ) -> ExportSummary:
     """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
 
-    ``source``: a run's folder, its ``final`` folder or one of its checkpoints. For a run that was stopped, the newest
-    checkpoint is exported. ``quickstart`` exports the embedded target, for servers that run a draft for it. ``report``:
-    a ``report.json``; the card shows its figures.
-    ``plan``: a ``plan.json``. The formats headstart and dspark store its tree; the servers' commands use its depths by
-    batch size.
+    ``source``: a run's folder, its ``final`` folder or one of its checkpoints, or another trainer's draft, also by its
+    Hub id. A run that was stopped gives its newest checkpoint. ``quickstart`` exports the embedded target, for servers
+    that run a draft for it.
+    ``report``: a ``report.json``; the card shows its figures.
+    ``plan``: a ``plan.json``. The formats headstart, dspark and speculators store its tree; the servers' commands use
+    its depths by batch size.
     ``target``: the model that the artefact drafts for, if it differs from the recorded one.
     ``type``: one of the format's number types. ``license``: the Hub's identifier of the weights' licence.
     ``prompts``: a .jsonl file; by default the prompts that the training run held out. If the target is on this machine,

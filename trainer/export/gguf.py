@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,17 +19,20 @@ from gguf.gguf_reader import ReaderTensor
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from decoding.drafters import Drafter, DraftModelDrafter, DSparkDrafter
+from decoding.drafters import Drafter, DraftModelDrafter, DSparkDrafter, Eagle3Drafter
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
-from decoding.model.dspark_config import DSparkConfig, read_dspark_config
+from decoding.model.dspark_config import read_dspark_config
+from decoding.model.eagle3 import Eagle3Draft
+from decoding.model.eagle3_config import read_eagle3_config
 from decoding.model.hub import local_folder
 from decoding.model.loading import (
     UNREADABLE,
     eos_token_ids,
     load_draft,
     load_dspark,
+    load_eagle3,
     load_model,
     load_tokenizer,
     model_without_weights,
@@ -39,12 +42,13 @@ from decoding.model.stored import check_finite
 from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary, with_filled_vocabulary
 from trainer.export.companions import chain_length
 from trainer.export.draft import describe_model, probe_logits
-from trainer.export.dspark import describe_dspark, served_config, stored_draft
-from trainer.export.gguf_names import dspark_metadata, dspark_names, metadata_of, tensors_of
+from trainer.export.gguf_names import draft_metadata, draft_names, draft_tensors, metadata_of, row_order, tensors_of
 from trainer.export.gguf_vocabulary import vocabulary_of
 from trainer.export.readback import Readers
-from trainer.export.task import DSPARK, Artefact, ExportTask, kind_held_in
+from trainer.export.state_drafts import describe, served_config, stored_draft
+from trainer.export.task import DSPARK, EAGLE3, Artefact, ExportTask, kind_held_in
 
+_Draft = TypeVar("_Draft", DSparkDraft, Eagle3Draft)
 FILE_NAME = "model.gguf"
 TYPES = {
     "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
@@ -69,11 +73,11 @@ _AGAIN = "export again, and check the disk if it happens twice"
 def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     """Write a model's GGUF file, read it back and compare.
 
-    A trimmed draft gets a full lm_head that drafts the same tokens; a DSpark draft gets its target's tokenizer.
-    Raises UserError for a model or a tokenizer that llama.cpp would interpret differently.
+    A trimmed draft gets a full lm_head that drafts the same tokens; a draft that reads states its target's tokenizer.
+    UserError for a model or a tokenizer that llama.cpp would interpret differently.
     """
-    if kind_held_in(task.source) == DSPARK:
-        return _write_dspark(task)
+    if kind_held_in(task.source) in (DSPARK, EAGLE3):
+        return _write_state_draft(task)
     name, remarks = str(task.source), []
     model = load_model(name, "auto", torch.device("cpu"), task.trust_remote_code)
     check_finite(dict(model.named_parameters()), name, "use an earlier checkpoint, or train the model again")
@@ -100,8 +104,8 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     return artefact, (compared, *remarks, *told)
 
 
-def _write_dspark(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
-    """Write a DSpark draft's file. Raises UserError if the target cannot be read or does not fit the draft."""
+def _write_state_draft(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
+    """Write the file of a draft that reads states. UserError if the target cannot be read or does not fit the draft."""
     if task.target is None:
         raise UserError(f"{task.source} does not name its target, and a GGUF file needs its tokenizer: use --target")
     draft, trusted = stored_draft(task.source), task.trust_remote_code
@@ -113,17 +117,17 @@ def _write_dspark(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
             f"the file needs the tokenizer of the target {task.target}, which cannot be read ({reason(error)}): use "
             "the target as --target"
         ) from error
-    draft.config.check_fits(target)
+    if isinstance(draft, Eagle3Draft):
+        draft.config = draft.config.for_target(target)
+    else:
+        draft.config.check_fits(target)
     if draft.config.target_layer_ids[-1] == target.num_layers - 1:
         raise UserError("the draft reads the target's last layer, which llama.cpp cannot: serve it with vLLM")
     vocabulary, told = vocabulary_of(tokenizer, target.vocab_size, eos_token_ids(target.model, tokenizer))
-    metadata, names = {**dspark_metadata(draft.config), **vocabulary}, dspark_names(draft)
-    tensors = {names[name]: weight.detach() for name, weight in draft.named_parameters()}
-    if draft.output_tokens is not None:
-        tensors["d2t"] = draft.output_tokens  # llama.cpp stores the tokens, transformers folders their distances
+    metadata, tensors = {**draft_metadata(draft.config), **vocabulary}, draft_tensors(draft)
     type = task.type or _TYPE_OF.get(draft.fc.weight.dtype, "f32")
     compared, rounded = _written(task.folder / FILE_NAME, metadata, lambda: iter(tensors.items()), type)
-    return replace(describe_dspark(draft, task.format, type), rounded=rounded > 0), (compared, *told)
+    return replace(describe(draft, task.format, type), rounded=rounded > 0), (compared, *told)
 
 
 def _written(
@@ -146,7 +150,15 @@ def readers(task: ExportTask, target: CausalLM) -> Readers:
         return [
             (
                 lambda: DSparkDrafter(load_dspark(task.source, target), config.block_size),
-                lambda: DSparkDrafter(_read_dspark(path, config).to(target.device, target.dtype)),
+                lambda: DSparkDrafter(_read_into(path, DSparkDraft(config)).to(target.device, target.dtype)),
+            )
+        ]
+    if kind_held_in(task.source) == EAGLE3:
+        named = read_eagle3_config(task.source).for_target(target)
+        return [
+            (
+                lambda: Eagle3Drafter(load_eagle3(task.source, target), chain),
+                lambda: Eagle3Drafter(_read_into(path, Eagle3Draft(named)).to(target.device, target.dtype), chain),
             )
         ]
 
@@ -175,14 +187,13 @@ def _read(path: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTraine
     return model
 
 
-def _read_dspark(path: Path, config: DSparkConfig) -> DSparkDraft:
-    """Read a DSpark draft's weights from its file."""
-    draft = DSparkDraft(config)
+def _read_into(path: Path, draft: _Draft) -> _Draft:
+    """Read all weights of a draft that reads states from its file."""
     stored = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
-    for name, theirs in dspark_names(draft).items():
+    for name, theirs in draft_names(draft).items():
         values = draft.get_parameter(name).data
-        values.copy_(_values(stored[theirs]).reshape(values.shape))
-    if draft.lm_head is not None:
+        values[row_order(draft, name)] = _values(stored[theirs]).reshape(values.shape).to(values)
+    if "d2t" in stored:
         draft.d2t.copy_(_values(stored["d2t"]) - torch.arange(len(draft.d2t)))
     return draft.requires_grad_(False).eval()
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
+from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -13,7 +14,10 @@ from decoding.errors import UserError
 from decoding.model.architecture import shortest_window
 from decoding.model.dspark import DSparkDraft
 from decoding.model.dspark_config import DSparkConfig
+from decoding.model.eagle3 import Eagle3Draft
+from decoding.model.eagle3_config import Eagle3Config
 
+_Config = PreTrainedConfig | DSparkConfig | Eagle3Config
 ARCHITECTURES = {
     "llama": MODEL_ARCH.LLAMA,
     "mistral": MODEL_ARCH.LLAMA,
@@ -21,15 +25,17 @@ ARCHITECTURES = {
     "qwen3": MODEL_ARCH.QWEN3,
 }
 """Model type -> llama.cpp's architecture, if llama.cpp has exactly one name for each tensor of the model."""
-_OF_DSPARK = {
+_OF_DRAFTS = {
     "fc": "fc",
     "hidden_norm": "enc.output_norm",
     "markov.embedding": "markov_w1",
     "markov.output": "markov_w2",
     "confidence": "conf_proj",
     "lm_head": "output",
+    "input_norm": "enc.output_norm",
+    "midlayer.hidden_norm": "blk.0.attn_norm_2",
 }
-"""Our name of a DSpark draft's tensor -> llama.cpp's. The other tensors have the names of a Qwen3."""
+"""Our name of a DSpark or EAGLE-3 draft's tensor -> llama.cpp's. The other tensors have the names of a Qwen3."""
 _YARN_UNWRITTEN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 """Settings of yarn that are not written. llama.cpp and transformers share their defaults; other values are rejected."""
 _OTHER_PROGRAM = "serve it with a program that reads transformers folders, such as vLLM"
@@ -57,7 +63,7 @@ def metadata_of(model: PreTrainedModel) -> dict[str, Any]:
     )
 
 
-def _keys(architecture: str, config: PreTrainedConfig | DSparkConfig, others: Mapping[str, Any]) -> dict[str, Any]:
+def _keys(architecture: str, config: _Config, others: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that every model has, plus ``others``."""
     sizes = {
         "context_length": config.max_position_embeddings,
@@ -76,10 +82,15 @@ def _keys(architecture: str, config: PreTrainedConfig | DSparkConfig, others: Ma
     return {"general.architecture": architecture, **{f"{architecture}.{key}": held for key, held in sizes.items()}}
 
 
-def dspark_metadata(config: DSparkConfig) -> dict[str, Any]:
-    """Return GGUF's keys for a DSpark or DFlash draft. llama.cpp numbers the inputs of layers, not their outputs.
-    Raises UserError if only some layers are causal, because llama.cpp has one flag for all.
+def draft_metadata(config: DSparkConfig | Eagle3Config) -> dict[str, Any]:
+    """Return GGUF's keys for a draft that reads states. llama.cpp numbers the inputs of layers, not their outputs.
+
+    UserError for settings that llama.cpp lacks or ignores; it has, for one, a single causal flag for all layers.
     """
+    if isinstance(config, Eagle3Config):
+        return _eagle3_metadata(config)
+    if (head := config.markov_head_type) != "vanilla":
+        raise UserError(f"the draft has a {head} Markov head, which llama.cpp cannot compute: use --format dspark")
     causal = {sight.causal for sight in config.sights}
     if len(causal) > 1:
         raise UserError(
@@ -99,6 +110,27 @@ def dspark_metadata(config: DSparkConfig) -> dict[str, Any]:
         own["attention.sliding_window"] = config.sliding_window
         own["attention.sliding_window_pattern"] = [sight.window is not None for sight in config.sights]
     return {**_keys("dflash", config, own), "tokenizer.ggml.mask_token_id": config.mask_token_id}
+
+
+def _eagle3_metadata(config: Eagle3Config) -> dict[str, Any]:
+    lacking = {
+        "norms of single taps (fc_norm)": config.fc_norm,
+        "a norm of its recycled states (norm_output)": config.norm_output,
+        "norms of queries and keys": config.qk_norm,
+        f"a window of {config.sliding_window} tokens": config.sliding_window is not None,
+        f"{config.taps} taps instead of 3": config.taps != 3,
+    }
+    for what in (what for what, found in lacking.items() if found):
+        raise UserError(f"the draft has {what}, which llama.cpp cannot compute: {_OTHER_PROGRAM}")
+    rope = {"original_max_position_embeddings": config.max_position_embeddings, **config.rope_parameters}
+    own = {
+        **_rope(rope, "llama"),
+        "target_layers": [tap + 1 for tap in config.target_layer_ids],
+        "target_hidden_size": config.hidden_size,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+    }
+    return _keys("eagle3", config, own)
 
 
 def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -123,19 +155,51 @@ def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             values = _interleaved(values, config.num_key_value_heads)
         yield f"{theirs}.{suffix}", values
     if config.rope_parameters.get("rope_type") == "llama3":  # llama.cpp divides the frequencies by these
-        size = _head_size(config)
-        unscaled: Tensor = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
-        yield "rope_freqs.weight", unscaled / ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
+        scaled = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
+        yield "rope_freqs.weight", _divisors(config.rope_parameters["rope_theta"], scaled)
 
 
-def dspark_names(draft: DSparkDraft) -> dict[str, str]:
-    """Map the names of a draft's weights to llama.cpp's. Unlike for Llama, rows of q and k keep transformers' order."""
+def draft_tensors(draft: DSparkDraft | Eagle3Draft) -> dict[str, Tensor]:
+    """Return the tensors of a draft that reads states, by llama.cpp's names and in its layout.
+
+    Its ``d2t`` contains tokens, unlike that of folders, which contains their distances.
+    """
+    names, weights = draft_names(draft), dict(draft.named_parameters())
+    tensors = {names[name]: weight.detach()[row_order(draft, name)] for name, weight in weights.items()}
+    if (tokens := draft.output_tokens) is not None and len(tokens) < draft.config.vocab_size:
+        tensors["d2t"] = tokens
+    if isinstance(draft, Eagle3Draft) and (rope := draft.config.rope_parameters)["rope_type"] == "llama3":
+        tensors["rope_freqs.weight"] = _divisors(rope["rope_theta"], draft.config.frequencies()[0])
+    return tensors
+
+
+def draft_names(draft: DSparkDraft | Eagle3Draft) -> dict[str, str]:
+    """Map the names of a draft's weights to llama.cpp's."""
     names = get_tensor_name_map(MODEL_ARCH.QWEN3, draft.config.num_hidden_layers)
-    stems = [(name, *name.rpartition(".")[::2]) for name, _ in draft.named_parameters()]
-    return {name: f"{_OF_DSPARK.get(stem) or names.get_name(f'model.{stem}')}.{suffix}" for name, stem, suffix in stems}
+    found = {}
+    for name, _ in draft.named_parameters():
+        stem, _, suffix = name.rpartition(".")
+        other = names.get_name(f"model.{stem.replace('midlayer', 'layers.0')}")
+        found[name] = f"{_OF_DRAFTS.get(stem) or other}.{suffix}"
+    return found
 
 
-def _head_size(config: PreTrainedConfig | DSparkConfig) -> int:
+def row_order(draft: DSparkDraft | Eagle3Draft, name: str) -> Int[Tensor, " rows"] | slice:
+    """Return the order of a weight's rows in llama.cpp: q and k of an EAGLE-3 draft are reordered like a Llama's."""
+    config, projections = draft.config, ("self_attn.q_proj", "self_attn.k_proj")
+    if isinstance(config, DSparkConfig) or not any(each in name for each in projections):
+        return slice(None)
+    heads = config.num_attention_heads if projections[0] in name else config.num_key_value_heads
+    return _interleaved(torch.arange(heads * config.head_dim), heads)
+
+
+def _divisors(base: float, scaled: Tensor) -> Tensor:
+    """Return the quotients of unscaled and scaled rotary frequencies, by which llama.cpp divides."""
+    unscaled: Tensor = 1.0 / base ** (torch.arange(len(scaled)).float() / len(scaled))
+    return unscaled / scaled
+
+
+def _head_size(config: _Config) -> int:
     size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return size
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from decoding.measure.redact import hub_repository, is_hub_id
 from decoding.model.architecture import shortest_window
-from decoding.model.dspark_config import GPU_HEAD_DIMS
+from decoding.model.dspark_config import GPU_HEAD_DIMS, read_dspark_config
 from decoding.model.gguf_file import is_gguf
 from decoding.model.hub import hub_name, local_folder
 from decoding.model.loading import UNREADABLE
@@ -22,7 +22,7 @@ from decoding.model.quickstart import FILE, embedded_file, is_embedded
 from decoding.model.stored import read_object
 from trainer.export import server_traps as traps
 from trainer.export.companions import UNKNOWN_TARGET, ServingPlan, chain_length
-from trainer.export.task import Artefact
+from trainer.export.task import NESTED, Artefact
 
 PROPOSER = "trainer.export.vllm_proposer.HeadsProposer"
 _TRIED = (
@@ -83,7 +83,8 @@ class Serving:
         """The draft's config.json; empty for a GGUF file and for heads."""
         if self.artefact.heads or self.artefact.format == "gguf":
             return {}
-        return read_object(self.folder / "config.json", "export again")
+        config = read_object(self.folder / "config.json", "export again")
+        return {**config, **config.get("transformer_layer_config", {})}
 
     @property
     def target_config(self) -> Mapping[str, Any]:
@@ -119,10 +120,16 @@ class Serving:
 def commands_of(serving: Serving) -> tuple[ServerCommand, ...]:
     """Return the commands of all servers that accept an exported folder; empty if none does."""
     found = list(_SERVERS_OF.get(serving.artefact.format, ()))
-    config = serving.config
+    config, is_eagle3 = serving.config, serving.artefact.eagle3
     reads_last = (config.get("num_target_layers") or 0) - 1 in config.get("target_layer_ids", ())
-    if _sglang in found and (reads_last or config.get("draft_vocab_size") is not None):
-        found.remove(_sglang)  # it reads neither d2t, so it would write other tokens, nor the last layer's state
+    other_layer = (
+        config.get("norm_before_residual") or config.get("sliding_window") or config.get("model_type") == "qwen3"
+    )
+    if _sglang in found and (other_layer if is_eagle3 else reads_last or config.get("draft_vocab_size") is not None):
+        # With DSpark it reads no d2t and no state after the last layer, with EAGLE-3 only a plain layer of Llama.
+        found.remove(_sglang)
+    if _vllm in found and config.get("markov_head_type", "vanilla") != "vanilla":
+        found.remove(_vllm)
     return tuple(write(serving) for write in found)
 
 
@@ -141,7 +148,7 @@ def _vllm(serving: Serving) -> ServerCommand:
         notes.append("the table lists (first, last, depth) by batch size; its last depth applies to larger batches too")
     else:
         notes += _one_depth(serving, "--max-num-seqs")
-    named = [] if artefact.at_once else traps.taken_over(serving.path)  # vLLM does not change these methods
+    named = [] if artefact.reads_states else traps.taken_over(serving.path)  # vLLM does not change these methods
     warnings = [f"{found}: {remedy}" for found, remedy in named]
     if serving.has_other_size:  # vLLM rejects this together with drawn drafts
         config["use_heterogeneous_vocab"] = True
@@ -155,6 +162,9 @@ def _vllm(serving: Serving) -> ServerCommand:
     else:
         notes.append(_TRIED)
         warnings.append(_SAMPLES_WRONGLY)
+    if artefact.at_once and artefact.format == NESTED:
+        lost = traps.lost_in_servers(read_dspark_config(serving.folder), serving.config)["vLLM"]
+        warnings += [f"from this layout vLLM has {problem}: use --format dspark" for problem in lost]
     if artefact.at_once and (size := serving.config["head_dim"]) not in GPU_HEAD_DIMS:
         warnings.append(f"the draft's head_dim is {size}, but vLLM's GPU kernels support only 64 and 128")
     argv = ("vllm", "serve", *serving.target_words)
@@ -185,13 +195,13 @@ def _llama_cpp(serving: Serving) -> ServerCommand:
     on_hub = hub_name(file)
     read = ["-m", file] if on_hub is None else ["--hf-repo", on_hub.repo_id, "--hf-file", str(on_hub.file)]
     argv = ["llama-server", *read, "-md", f"{serving.path}/model.gguf", "--spec-type"]
-    argv.append(f"draft-{serving.artefact.method}" if serving.artefact.at_once else "draft-simple")
+    argv.append(f"draft-{serving.artefact.method}" if serving.artefact.reads_states else "draft-simple")
     argv += ["--spec-draft-n-max", str(serving.tokens), "--spec-draft-p-min", "0"]
     warnings = [
         f"llama.cpp needs the same BOS and EOS in target and draft, and vocabularies that differ by at most "
         f"{traps.MOST_OTHER_TOKENS} tokens in size"
     ]
-    if serving.artefact.at_once:
+    if serving.artefact.reads_states:
         warnings.append(_argmax(""))
     elif serving.drawn:
         argv += ["--spec-draft-sampling", "probabilistic"]
@@ -209,10 +219,10 @@ def _llama_cpp(serving: Serving) -> ServerCommand:
 
 def _sglang(serving: Serving) -> ServerCommand:
     """Return the command for SGLang, which drafts a chain."""
-    method = serving.artefact.method.upper() if serving.artefact.at_once else "STANDALONE"
+    method = serving.artefact.method.upper() if serving.artefact.reads_states else "STANDALONE"
     argv = ["python", "-m", "sglang.launch_server", "--model-path", *serving.target_words]
     argv += ["--speculative-algorithm", method, "--speculative-draft-model-path", serving.path]
-    if method == "STANDALONE":
+    if not serving.artefact.at_once:
         argv += ["--speculative-num-steps", str(serving.tokens), "--speculative-eagle-topk", "1"]
     if method == "DSPARK":
         argv += ["--speculative-dspark-block-size", str(serving.tokens)]
@@ -220,13 +230,19 @@ def _sglang(serving: Serving) -> ServerCommand:
         argv += ["--speculative-num-draft-tokens", str(serving.tokens + 1)]  # counts the token before the draft too
     notes = [_depth(serving), *_one_depth(serving, "--max-running-requests")]
     notes.append("not tried with a server: the options come from SGLang's documentation and source")
-    drawn = () if method == "DSPARK" else (_argmax(""),)
+    drawn = [] if method == "DSPARK" else [_argmax("")]
+    if serving.artefact.eagle3 and "eagle_aux_hidden_state_layer_ids" in serving.config:
+        drawn.append(
+            "SGLang ignores the layers that the config names: it reads 2, N // 2 and N - 3 of N, as numbered there"
+        )
     return ServerCommand("sglang", tuple(argv), tuple(notes), (*_warnings(serving), *drawn))
 
 
 _SERVERS_OF: Mapping[str, tuple[Callable[[Serving], ServerCommand], ...]] = {
     "headstart": (_vllm_heads,),
     "dspark": (_vllm, _sglang),
+    "eagle3": (_vllm, _sglang),
+    NESTED: (_vllm,),
     "draft": (_vllm, _sglang),
     "gguf": (_llama_cpp,),
 }

@@ -9,19 +9,22 @@ from typing import Any
 
 from decoding.errors import UserError
 from decoding.model.dspark_config import is_dspark_folder
+from decoding.model.eagle3_config import is_eagle3_folder
 from decoding.model.gguf_file import is_gguf
-from decoding.model.hub import local_folder
+from decoding.model.hub import hub_name, local_folder
 from decoding.model.loading import is_heads_folder
 from decoding.model.quickstart import is_embedded
 from decoding.rules.best_tree import Paths
 from trainer.files.folders import check_links, scratch_beside
 
-HEADS, DRAFT, DSPARK = "heads", "a draft model", "a DSpark draft"
+HEADS, DRAFT, DSPARK, EAGLE3 = "heads", "a draft model", "a DSpark draft", "an EAGLE-3 draft"
+NESTED = "speculators"
+"""Format with speculators' nested layout."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """A format of `headstart export`; the module of the same name writes it.
+    """A format of `headstart export`; the module of the same name, or ``module``, writes it.
 
     The module has ``write(task) -> (Artefact, sentences)`` and ``readers(task, target)``: see `readback`.
     """
@@ -30,14 +33,17 @@ class Format:
     library: str
     """The Hub's ``library_name``."""
     types: tuple[str, ...] = ()
-    """Number types that can be chosen; empty for a format that keeps the stored type."""
+    """Number types to choose from; empty for a format that keeps the stored type."""
+    module: str = ""
 
 
 FORMATS = {
     "headstart": Format((HEADS,), "headstart"),
-    "dspark": Format((DSPARK,), "vllm"),
+    "dspark": Format((DSPARK,), "vllm", module="state_drafts"),
+    "eagle3": Format((EAGLE3,), "vllm", module="state_drafts"),
+    NESTED: Format((DSPARK, EAGLE3), "speculators", module="state_drafts"),
     "draft": Format((DRAFT,), "transformers"),
-    "gguf": Format((DRAFT, DSPARK), "gguf", ("f32", "f16", "bf16", "q8_0")),
+    "gguf": Format((DRAFT, DSPARK, EAGLE3), "gguf", ("f32", "f16", "bf16", "q8_0")),
 }
 
 
@@ -62,7 +68,7 @@ class ExportTask:
     def module(self) -> Any:
         """The module of the format; raises UserError if a package that it needs is missing."""
         try:
-            return import_module(f"trainer.export.{self.format}")
+            return import_module(f"trainer.export.{FORMATS[self.format].module or self.format}")
         except ModuleNotFoundError as error:
             raise UserError(
                 f"format {self.format} needs the package {error.name}: pip install 'headstart[gguf]'"
@@ -85,23 +91,29 @@ class Artefact:
     markov_rank: int = 0
     """Rank of the Markov bias, which depends on the previous token; 0 if there is none."""
     at_once: int = 0
-    """Number of tokens that a DSpark draft drafts in one forward pass; 0 for any other artefact."""
+    """Tokens that a DSpark draft drafts in one forward; 0 for any other artefact."""
+    eagle3: bool = False
     rounded: bool = False
     """True if the format's number type rounds some of the weights."""
 
     @property
     def method(self) -> str:
-        """``medusa``, ``dspark``, ``dflash`` for a DSpark draft without a bias, or ``draft-model``."""
+        """``medusa``, ``dspark``, ``dflash`` for a DSpark draft without a bias, ``eagle3`` or ``draft-model``."""
         if self.at_once:
             return "dspark" if self.markov_rank else "dflash"
-        return "medusa" if self.heads else "draft-model"
+        return "eagle3" if self.eagle3 else "medusa" if self.heads else "draft-model"
+
+    @property
+    def reads_states(self) -> bool:
+        """True for a draft that reads its target's states."""
+        return self.eagle3 or self.at_once > 0
 
 
 def kind_held_in(source: Path) -> str:
-    """Return which kind of artefact a folder contains: `HEADS`, `DRAFT` or `DSPARK`."""
+    """Return which kind of artefact a folder contains: `HEADS`, `DRAFT`, `DSPARK` or `EAGLE3`."""
     if is_heads_folder(source):
         return HEADS
-    return DSPARK if is_dspark_folder(source) else DRAFT
+    return DSPARK if is_dspark_folder(source) else EAGLE3 if is_eagle3_folder(source) else DRAFT
 
 
 def check_format(source: Path, format: str, type: str | None = None) -> None:
@@ -129,12 +141,13 @@ def artefact_folder(source: Path) -> Path:
 
 @contextmanager
 def opened(source: Path, destination: Path, trust_remote_code: bool = False) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Yield the folder with the weights of a run, a checkpoint or ``quickstart``, and sentences on its preparation.
+    """Yield the folder with the weights of a run, a checkpoint or a Hub id, and sentences on its preparation.
 
     A checkpoint is first turned into an artefact in a temporary folder next to ``destination``. For a run without a
     ``final`` folder, it is the newest checkpoint. Errors: `trainer.run.train.consolidate`.
     """
-    folder = local_folder(source) if is_gguf(source) or is_embedded(source) else artefact_folder(source)
+    fetched = is_gguf(source) or is_embedded(source) or hub_name(source) is not None
+    folder = local_folder(source) if fetched else artefact_folder(source)
     checkpoint = None if (folder / "config.json").is_file() or not folder.is_dir() else _checkpoint_in(folder)
     if checkpoint is None:
         yield folder, ()
