@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSpark, TextKeys
+from decoding.model.eagle3 import Eagle3Draft
+from decoding.model.forward import unscaled_embeddings
 from decoding.rules.tree import TokenTree
 
 
@@ -82,6 +85,29 @@ class _Blocks:
         return passed
 
 
+class _Slots:
+    """Timer of an EAGLE-3 draft's slots after ``prefix`` slots in each of ``rows`` texts."""
+
+    def __init__(self, draft: Eagle3Draft, target: CausalLM, prefix: int, rows: int) -> None:
+        self._draft, config = draft, draft.config
+        self._keys = draft.fc.weight.new_ones(rows, config.num_key_value_heads, prefix, config.head_dim)
+        self._positions = torch.full((rows, 1), prefix, device=draft.device)
+        self._embedded = unscaled_embeddings(target.model, torch.arange(rows, device=draft.device)[:, None])
+
+    def seconds(self, size: int) -> float:
+        """Time one slot per text and the logits after it; ``size`` is ignored."""
+
+        def held(*fresh: Tensor) -> tuple[Tensor, Tensor]:
+            keys, values = (torch.cat((self._keys, each), 2) for each in fresh)
+            return keys, values
+
+        begin = time.perf_counter()
+        self._draft.logits(self._draft(self._embedded, self._embedded, self._positions, held))
+        if self._positions.is_cuda:
+            torch.cuda.synchronize(self._positions.device)
+        return time.perf_counter() - begin
+
+
 class _Passes:
     """Timer of passes over new tokens after ``prefix`` cached tokens in each of ``rows`` texts."""
 
@@ -111,7 +137,7 @@ class _Passes:
 def measure_costs(
     target: CausalLM,
     sizes: Sequence[int] = (1, 2, 4, 8, 16, 32),
-    draft: CausalLM | DSpark | None = None,
+    draft: CausalLM | DSpark | Eagle3Draft | None = None,
     prefix: int = 128,
     rows: int = 1,
     repeats: int = 15,
@@ -119,17 +145,19 @@ def measure_costs(
 ) -> Costs:
     """Measure the median seconds of a target pass over n new tokens after ``prefix`` cached ones, for n in ``sizes``.
 
-    Each of ``rows`` texts has n new tokens. A forward of the ``draft`` model, or a block of a DSpark draft, is measured
-    too. The passes alternate, so other load on the machine affects all alike. No round begins after ``seconds``, but at
-    least three are measured. If a pass looks cheaper than one over fewer tokens, this is noise: it gets the larger
-    cost.
+    Each of ``rows`` texts has n new tokens. A forward of the ``draft`` model, a block of a DSpark draft, or a slot of
+    an EAGLE-3 draft is measured too. The passes alternate, so other load on the machine affects all alike. No round
+    begins after ``seconds``, but at least three are measured. If a pass looks cheaper than one over fewer tokens, this
+    is noise: it gets the larger cost.
     """
     passes = _Passes(target, sizes, prefix, rows)
-    timed: list[tuple[_Passes | _Blocks, int]] = [(passes, size) for size in sizes]
+    timed: list[tuple[_Passes | _Blocks | _Slots, int]] = [(passes, size) for size in sizes]
     at_once = draft.config.block_size if isinstance(draft, DSpark) else 1
     if isinstance(draft, DSpark):
         with torch.inference_mode():
             timed.append((_Blocks(draft, prefix, rows), at_once))
+    elif isinstance(draft, Eagle3Draft):
+        timed.append((_Slots(draft, target, prefix, rows), 1))
     elif draft is not None:
         timed.append((_Passes(draft, (1,), prefix, rows), 1))
     warm_up, began = 2, time.perf_counter()
