@@ -28,6 +28,7 @@ from decoding.rules.tree import TokenTree
 from trainer.data.batch import Example, collate, pack
 from trainer.drafts import eagle3 as eagle3_module
 from trainer.drafts.eagle3 import initial_eagle3, run_chains
+from trainer.drafts.start import initial_draft
 from trainer.recipe.draft import DraftSection
 from trainer.target.loading import OnlineTarget
 
@@ -214,6 +215,9 @@ def test_a_stored_draft_goes_on_as_it_is_or_is_refused_for_other_sizes(tmp_path:
     ):
         with pytest.raises(UserError, match=problem):
             started(target, init={"from_model": str(tmp_path)}, **section)
+    ordinary = DraftSection.model_validate({"init": {"from_model": str(tmp_path)}})
+    with pytest.raises(UserError, match=r"is an EAGLE-3 draft: add draft.eagle3, as in recipes/any/eagle3.yaml"):
+        initial_draft(target, tiny_tokenizer(), ordinary, TEXTS)
 
 
 @pytest.mark.parametrize(
