@@ -1,5 +1,6 @@
 """A DSpark draft's objective on tiny models, and its losses by one plain forward pass for each anchor."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,15 +60,17 @@ def objective_for(model: PreTrainedModel, states: OnlineTarget | None = None, **
     return DSparkObjective(target, tiny_tokenizer(), draft, parsed, 0, states)
 
 
-def reference_terms(objective: DSparkObjective, target: PreTrainedModel, kind: Any) -> list[Tensor]:
-    """Σ divergence at each depth: each anchor's block by a separate forward pass, after its text alone."""
+def reference_terms(
+    objective: Any, target: PreTrainedModel, kind: Any, logits_after: Callable[..., Tensor] = logits_after
+) -> list[Tensor]:
+    """Σ divergence at each depth: each anchor's block by a forward of its own, behind its text alone."""
     blocks, draft, model = objective.ahead(collate(TEXTS), 0).blocks, objective.module.draft, CausalLM(target)
-    terms = [torch.zeros((), dtype=torch.float64) for _ in range(draft.config.block_size)]
+    terms = [torch.zeros((), dtype=torch.float64) for _ in objective.terms]
     for row, example in enumerate(TEXTS):
         text = example.tokens.tolist()
         wanted = full_forward(target, text).clone()
         for anchor in blocks.anchors[row][blocks.given[row]].tolist():
-            for depth in range(draft.config.block_size):
+            for depth in range(len(terms)):
                 place = anchor + depth
                 if place + 1 >= len(text) or not example.trained[place + 1]:
                     break

@@ -1,9 +1,10 @@
-"""Whole runs of DSpark drafts: from a recipe to a folder that drafts, however a step is divided or interrupted."""
+"""Whole runs of DSpark and EAGLE-3 drafts: from a recipe to a folder that drafts, however it is interrupted."""
 
 import copy
 import io
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from accelerate.state import AcceleratorState
 from dspark_training import TEXTS as BLOCK_TEXTS
 from dspark_training import TURNS, objective_for
+from eagle3_training import eagle3_for
 from rich.console import Console
 from safetensors.torch import load_file
 from test_taps import model_of
@@ -25,7 +27,6 @@ from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.model.fingerprint import fingerprint
 from trainer.data.batch import Example, collate
-from trainer.drafts.dspark import DSparkObjective
 from trainer.processes import Process
 from trainer.recipe.heads import FeaturesSection, StatesDtype
 from trainer.recipe.reading import parse_recipe
@@ -36,6 +37,9 @@ from trainer.target.loading import OnlineTarget, Target
 from trainer.target.store import estimate_bytes
 
 DSPARK = {"block_size": 3, "markov_rank": 4, "anchors": 4, "layers": 1, "mask_token": "<user>", "tree_nodes": 5}
+EAGLE3 = {"steps": 3, "anchors": 4, "taps": (0,)}
+KINDS: dict[str, Any] = {"dspark": DSPARK, "eagle3": EAGLE3}
+OBJECTIVES: list[Callable[..., Any]] = [objective_for, eagle3_for]
 TEXTS = [
     Example(tuple(4 + (start + i) % 11 for i in range(6 + start % 5)), (True,) * (6 + start % 5), 0)
     for start in range(16)
@@ -52,6 +56,7 @@ def workshop(tmp_path: Path) -> Path:
 def trained(
     workshop: Path,
     output: str = "run",
+    kind: str = "dspark",
     draft: dict[str, Any] | None = None,
     features: dict[str, Any] | None = None,
     said: io.StringIO | None = None,
@@ -60,7 +65,7 @@ def trained(
 ) -> Path:
     content = recipe_content(workshop, "draft", **training)
     content["output"], content["features"] = str(workshop / output), features
-    content["draft"] |= {"dspark": DSPARK, **(draft or {})}
+    content["draft"] |= {kind: KINDS[kind], **(draft or {})}
     content["evaluation"] |= evaluation or {}
     AcceleratorState._reset_state(True)
     try:
@@ -69,18 +74,23 @@ def trained(
         AcceleratorState._reset_state(True)
 
 
-def test_a_recipe_is_trained_to_a_folder_that_drafts_and_changes_no_text(workshop: Path) -> None:
-    """Evaluated on the way by its own drafter: three tokens, though the recipe asks for drafts of six."""
-    final = trained(workshop)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recipe_is_trained_to_a_folder_that_drafts_and_changes_no_text(workshop: Path, kind: str) -> None:
+    """And evaluated by its own drafter."""
+    said = io.StringIO()
+    final = trained(workshop, kind=kind, said=said)
+    assert {"dspark": "(dspark, tree of 5)", "eagle3": "(eagle3, 4 tokens)"}[kind] in said.getvalue()
     lines = [json.loads(line) for line in (workshop / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert {"loss/token_1", "loss/token_3", "loss/confidence", "acceptance/token_3"} <= lines[0].keys()
-    (evaluated,) = [line for line in lines if "heldout/tokens_per_pass" in line]
-    assert "heldout/acceptance_4" not in evaluated
+    assert {"loss/token_1", "loss/token_3", "acceptance/token_3"} <= lines[0].keys()
+    assert ("loss/confidence" in lines[0]) == (kind == "dspark")
+    assert sum("heldout/tokens_per_pass" in line for line in lines) == 1
     target = CausalLM(tiny_model("llama"))
-    drafter = DrafterLoader(target, tiny_tokenizer()).load(parse_drafter(str(final)))
+    spec = parse_drafter(str(final))
+    drafter = DrafterLoader(target, tiny_tokenizer()).load(spec)
     found = Engine(target, drafter).decode([4, 5, 6], DecodingConfig(max_new_tokens=12))
     assert found.tokens == naive_greedy(tiny_model("llama"), (4, 5, 6), 12)
-    assert any(step.offered for step in found.steps)
+    assert any(step.offered for step in found.steps) and spec.options["of"] == kind
+    assert {"recipe", "target", "steps"} <= json.loads((final / "provenance.json").read_text()).keys()
 
 
 def test_what_the_first_lines_promise_is_what_the_run_does(workshop: Path) -> None:
@@ -96,19 +106,21 @@ def test_what_the_first_lines_promise_is_what_the_run_does(workshop: Path) -> No
         assert (told in said.getvalue()) == (rope is not None)
 
 
-def test_one_step_of_eight_rows_is_eight_steps_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", OBJECTIVES)
+def test_one_step_of_eight_rows_is_eight_steps_of_one(tmp_path: Path, made: Any) -> None:
     losses = []
     for size in (8, 1):
-        recorder, objective = Recorder(), objective_for(tiny_model("llama"))
+        recorder, objective = Recorder(), made(tiny_model("llama"))
         settings = {"steps": 3, "checkpoint_every": 100, "micro_batch_size": size}
         train_toy(tmp_path / str(size), objective, recorder, TEXTS, **settings)
         losses.append([recorder.losses[step] for step in (1, 2, 3)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_a_run_that_goes_on_is_to_the_bit_one_that_never_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", OBJECTIVES)
+def test_a_run_that_goes_on_is_to_the_bit_one_that_never_stopped(tmp_path: Path, made: Any) -> None:
     whole, first, second = Recorder(), Recorder(), Recorder()
-    objectives = [objective_for(tiny_model("llama")) for _ in range(3)]
+    objectives = [made(tiny_model("llama")) for _ in range(3)]
     train_toy(tmp_path / "whole", objectives[0], whole, TEXTS)
     first.actions[2] = interrupt
     with pytest.raises(Interrupted):
@@ -119,14 +131,17 @@ def test_a_run_that_goes_on_is_to_the_bit_one_that_never_stopped(tmp_path: Path)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_a_finished_draft_goes_on_in_a_second_stage_on_what_the_loop_writes(workshop: Path) -> None:
-    first = trained(workshop)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_finished_draft_goes_on_in_a_second_stage_on_what_the_loop_writes(workshop: Path, kind: str) -> None:
+    first = trained(workshop, kind=kind)
     policy = {"loop": 1, "loop_trains": "all", "max_new_tokens": 6}
-    second = trained(workshop, "second", draft={"init": {"from_model": str(first)}, "policy": policy})
+    second = trained(workshop, "second", kind, draft={"init": {"from_model": str(first)}, "policy": policy})
     stored, found = (load_file(folder / "model.safetensors") for folder in (first, second))
     assert found.keys() == stored.keys() and not any(torch.equal(found[name], stored[name]) for name in found)
     configs = [json.loads((folder / "config.json").read_text()) for folder in (first, second)]
-    assert all(config.pop("headstart")["tree"] for config in configs) and configs[0] == configs[1]  # fitted again
+    if kind == "dspark":
+        assert all(config.pop("headstart")["tree"] for config in configs), "fitted anew"
+    assert configs[0] == configs[1]
 
 
 # --- states of the target on disk: a draft learns from them what it learns from the target itself ---------------------
@@ -157,8 +172,9 @@ def stored(
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "falcon", "gemma3", "granite"])
+@pytest.mark.parametrize("made", OBJECTIVES)
 def test_a_draft_learns_from_the_disk_what_it_learns_from_its_target(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Any, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its taps are 0 and 1; the state after layer 2 is stored for the target's own distribution.
 
@@ -169,7 +185,7 @@ def test_a_draft_learns_from_the_disk_what_it_learns_from_its_target(
     store = stored(target, tmp_path)
     assert store.identity.layers == "0, 1, 2" and not (tmp_path / "weights.safetensors").exists()
     for states in (OnlineTarget(target), StoredTaps(target, store)):
-        objective: DSparkObjective = objective_for(target.model, taps=(0, 1), states=states)
+        objective = made(target.model, taps=(0, 1), states=states)
         ahead = objective.ahead(BATCH, 0)
         assert (ahead.stored is None) == (not found)
         sums = objective.module(*objective.inputs(BATCH, 0, ahead))
@@ -229,10 +245,11 @@ def test_a_target_whose_last_layer_reads_more_than_the_states_before_it_is_refus
         StoredTaps(target, store)
 
 
-def test_a_run_from_the_disk_is_the_run_from_the_target(workshop: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_from_the_disk_is_the_run_from_the_target(workshop: Path, kind: str) -> None:
     losses = []
     for name, features in (("online", None), ("stored", {"folder": str(workshop / "features")})):
-        trained(workshop, name, features=features)
+        trained(workshop, name, kind, features=features)
         lines = (workshop / name / "metrics.jsonl").read_text().splitlines()
         losses.append([row["loss"] for row in map(json.loads, lines) if "loss" in row])
     assert len(losses[0]) == 4 and losses[1] == pytest.approx(losses[0], rel=1e-4)
@@ -256,7 +273,7 @@ def test_a_run_from_the_disk_that_goes_on_is_to_the_bit_one_that_never_stopped(t
 @pytest.mark.parametrize(
     ("draft", "features", "problem"),
     [
-        ({}, {}, "features are for a DSpark draft.*: set features=null"),
+        ({}, {}, "features are for a DSpark or EAGLE-3 draft.*: set features=null"),
         ({"dspark": {}, "policy": {"target": 1}}, {}, "draft.policy generates new ones: set features=null"),
         ({"dspark": {}}, {"keep_target": False}, "features.keep_target=false works for heads only"),
     ],

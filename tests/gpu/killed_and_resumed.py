@@ -1,4 +1,4 @@
-"""Train heads and a DSpark draft of a tiny target, kill -9, resume, export and decode, on the GPU if there is one.
+"""Train heads and drafts over states of a tiny target, kill -9, resume, export and decode, on the GPU if there is one.
 
 Usage: killed_and_resumed.py FOLDER. Every life is a fork of this process, which has imported everything once and has
 not used the GPU. Needs torch, transformers, accelerate and pydantic, but neither datasets nor DeepSpeed nor a tracker.
@@ -33,6 +33,7 @@ DSPARK = {"block_size": 3, "markov_rank": 4, "anchors": 4, "layers": 1, "mask_to
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "headstart": ("medusa", {"heads": {"num_heads": 2}, "training": {"optimizer": "adamw"}}),
     "dspark": ("draft", {"draft": {"dspark": DSPARK}, "training": {"optimizer": "muon"}}),
+    "eagle3": ("draft", {"draft": {"eagle3": {"steps": 3, "taps": [0]}}, "training": {"optimizer": "muon"}}),
 }
 """Kind of recipe and its changes, by the format of the export."""
 

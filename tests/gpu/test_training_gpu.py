@@ -27,4 +27,4 @@ def test_heads_and_a_draft_are_trained_killed_resumed_exported_and_decode(tmp_pa
         command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("resumed, exported and decoded") == 2
+    assert done.stdout.count("resumed, exported and decoded") == 3

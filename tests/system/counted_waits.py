@@ -12,6 +12,7 @@ from typing import Any
 
 import distilling
 import dspark_training
+import eagle3_training
 import torch
 import two_devices
 from tiny_models import tiny_model
@@ -51,6 +52,7 @@ KINDS: dict[str, Callable[[PreTrainedModel], Objective]] = {
     "Medusa-2": joint,
     "draft": lambda model: distilling.objective_for(model, loss={"forward_kl": 1.0}),
     "DSpark draft": lambda model: dspark_training.objective_for(model),
+    "EAGLE-3 draft": lambda model: eagle3_training.eagle3_for(model),
 }
 
 

@@ -1,4 +1,4 @@
-"""A DSpark draft under several launchers: what two processes train, whole or sharded, is what one does."""
+"""Drafts over states under several launchers: what two processes train, whole or sharded, is what one does."""
 
 from pathlib import Path
 
@@ -21,10 +21,19 @@ from whole_runs import (
     write_workshop,
 )
 
-DSPARK = {"block_size": 3, "markov_rank": 5, "anchors": 4, "layers": 1, "mask_token": "<user>"}
+DRAFTS = {
+    "dspark": {"block_size": 3, "markov_rank": 5, "anchors": 4, "layers": 1, "mask_token": "<user>"},
+    "eagle3": {"steps": 3, "anchors": 4, "taps": [0]},
+}
 KILLED = str(ROOT / "tests" / "system" / "launched_killed.py")
 RESTARTING = [*TORCHRUN, "--standalone", "--nproc_per_node", "2", "--max-restarts", "2", KILLED]
 POLICY = {"offline": 0.5, "loop": 0.5, "loop_trains": "all", "max_new_tokens": 6, "every": 3}
+
+
+@pytest.fixture(scope="module", params=DRAFTS)
+def kind(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -32,19 +41,20 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_workshop(tmp_path_factory.mktemp("workshop"))
 
 
-def recipe(workshop: Path, name: str) -> tuple[str, Path]:
+def recipe(workshop: Path, kind: str, name: str) -> tuple[str, Path]:
     """A recipe of which half the rows are written by the loop; evaluated on the way."""
+    name = f"{kind}-{name}"
     path = Path(write_recipe(workshop, "draft", workshop / name, steps=6, micro_batch_size=2, learning_rate=1e-2))
     content = yaml.safe_load(path.read_text())
-    content["draft"] |= {"dspark": DSPARK, "policy": POLICY}
+    content["draft"] |= {kind: DRAFTS[kind], "policy": POLICY}
     content["evaluation"] |= {"every": 3}
     path.write_text(yaml.safe_dump(content))
     return str(path), workshop / name
 
 
 @pytest.fixture(scope="module")
-def alone(workshop: Path) -> Path:
-    path, output = recipe(workshop, "alone")
+def alone(workshop: Path, kind: str) -> Path:
+    path, output = recipe(workshop, kind, "alone")
     run([*DIRECT, path], workshop)
     return output
 
@@ -56,20 +66,24 @@ def check_equal(output: Path, alone: Path) -> None:
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in ours)
 
 
-def test_two_processes_train_the_draft_as_one_does_though_two_are_killed(alone: Path, workshop: Path) -> None:
+def test_two_processes_train_the_draft_as_one_does_though_two_are_killed(
+    alone: Path, workshop: Path, kind: str
+) -> None:
     """torchrun starts both again after each kill -9; they go on from the last whole checkpoint, inside of a window."""
-    path, output = recipe(workshop, "pair")
+    path, output = recipe(workshop, kind, "pair")
     run([*RESTARTING, path, "checkpoint.every=2"], workshop)
     assert provenance(output)["num_processes"] == 2
     assert [line["step"] for line in repeated(output) if "loss" in line] == [3, 3, 4]
     check_equal(output, alone)
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
-def test_two_processes_that_shard_the_draft_train_it_as_one_does(alone: Path, workshop: Path, kind: str) -> None:
-    if kind == "zero3":
+@pytest.mark.parametrize("launch", ["fsdp2", "zero3"])
+def test_two_processes_that_shard_the_draft_train_it_as_one_does(
+    alone: Path, workshop: Path, kind: str, launch: str
+) -> None:
+    if launch == "zero3":
         pytest.importorskip("deepspeed", reason="DeepSpeed is an optional extra")
-    path, output = recipe(workshop, kind)
+    path, output = recipe(workshop, kind, launch)
     zero = [
         *ACCELERATE,
         "--main_process_port",
@@ -77,6 +91,6 @@ def test_two_processes_that_shard_the_draft_train_it_as_one_does(alone: Path, wo
         "--config_file",
         str(ROOT / "recipes" / "accelerate" / "zero3.yaml"),
     ]
-    run([*(FSDP2 if kind == "fsdp2" else zero), SCRIPT, path], workshop, ACCELERATE_USE_CPU=cpu_of(kind))
+    run([*(FSDP2 if launch == "fsdp2" else zero), SCRIPT, path], workshop, ACCELERATE_USE_CPU=cpu_of(launch))
     assert provenance(output)["num_processes"] == 2
     check_equal(output, alone)

@@ -22,6 +22,13 @@ CASES: dict[str, dict[str, Any]] = {
             "dspark": {"block_size": 3, "mask_token": "<user>"},
         },
     },
+    "eagle3": {
+        "kind": "draft",
+        "draft": {
+            "policy": {"loop": 1, "loop_trains": "all", "max_new_tokens": 8, "every": 2},
+            "eagle3": {"steps": 3, "taps": [0]},
+        },
+    },
 }
 
 

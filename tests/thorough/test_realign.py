@@ -15,6 +15,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from test_target_families import Chains, distill
 from tiny_dspark import tiny_dspark
+from tiny_eagle3 import tiny_eagle3
 from tiny_models import counting_model, full_forward, tiny_model
 from tiny_training import WORDS, counting_text, medusa_on, recipe_content, tiny_tokenizer, write_corpus, write_rows
 from transformers import PreTrainedModel
@@ -208,15 +209,19 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_generated(workshop
     assert "does not contain a DSpark draft" in refused(options(workshop, overrides=dspark))
 
 
-def test_a_dspark_draft_is_realigned_too(workshop: Path) -> None:
-    """A random one of three tokens a forward pass: nothing that it drafts is right before, and all of it after."""
-    dspark = tiny_dspark(CausalLM(counting_model()), tokens=3, mask_token_id=3)
-    dspark.save_pretrained(workshop / "dspark")
-    report = run(options(workshop, draft=str(workshop / "dspark"), steps=40))
+@pytest.mark.parametrize("kind", ["Qwen3DSparkModel", "LlamaForCausalLMEagle3"])
+def test_a_draft_over_states_is_realigned_too(workshop: Path, kind: str) -> None:
+    """A random one that drafts three tokens: nothing of it is right before, and all of it after."""
+    target = CausalLM(counting_model())
+    dspark = kind == "Qwen3DSparkModel"
+    draft = tiny_dspark(target, tokens=3, mask_token_id=3) if dspark else tiny_eagle3(target)
+    draft.save_pretrained(workshop / "over-states")
+    report = run(options(workshop, draft=str(workshop / "over-states"), steps=40, draft_tokens=3 + dspark))
     before, after = (report[when]["greedy"]["tokens_per_pass"]["value"] for when in ("before", "after"))
     assert report["draft_tokens"] == 3 and before < 1.5 and after == pytest.approx(11 / 3)
     config = json.loads((workshop / "run" / "final" / "config.json").read_text())
-    assert config["architectures"] == ["Qwen3DSparkModel"] and config["target_layer_ids"] == [0]
+    assert config["architectures"] == [kind]
+    assert (config["target_layer_ids"] == [0]) if dspark else (config["eagle_aux_hidden_state_layer_ids"] == [1])
 
 
 def test_adapters_are_a_target_too(workshop: Path) -> None:

@@ -28,10 +28,12 @@ def test_a_recipe_of_a_small_target_or_for_any_trains_to_its_end_in_a_few_steps(
     given += [f"data.train={train}", f"data.heldout={heldout}", "dtype=fp32"]
     if path.stem == "medusa2":
         small += ["adapters.heads_first_steps=1"]
-    if path.stem.startswith(("draft", "dspark")):
+    if path.stem.startswith(("draft", "dspark", "eagle3")):
         small += ["draft.init.from_model=null", "draft.policy.max_new_tokens=4"]
     if path.stem == "dspark":  # every id of the tiny tokenizer is a word
         small += ["draft.dspark.mask_token=<user>"]
+    if path.stem == "eagle3":  # the tiny target has two layers
+        small += ["draft.eagle3.taps=[0]"]
     AcceleratorState._reset_state(True)
     final = run_recipe(load_recipe(path, [*given, *small]), Console(file=io.StringIO()))
     AcceleratorState._reset_state(True)

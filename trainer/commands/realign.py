@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from decoding.drafters.registry import named_drafter
+from decoding.drafters.registry import LoadedWeights, named_drafter
 from decoding.errors import UserError
 from decoding.generate import DecodingConfig
 from decoding.jsonl import read_lines
@@ -27,9 +27,11 @@ from decoding.model.dspark_config import read_dspark_config
 from decoding.model.loading import (
     check_same_tokenizer,
     dspark_folder,
+    eagle3_folder,
     eos_token_ids,
     load_draft,
     load_dspark,
+    load_eagle3,
     load_tokenizer,
 )
 from decoding.rules.sampling import SamplingConfig
@@ -141,7 +143,7 @@ def _questions(options: RealignOptions, recipe: DraftRecipe, name: str) -> Regen
 
 def _kind(recipe: DraftRecipe) -> str:
     """Return the registry's name for the draft's kind."""
-    return "draft" if recipe.draft.dspark is None else "dspark"
+    return "dspark" if recipe.draft.dspark else "eagle3" if recipe.draft.eagle3 else "draft"
 
 
 def answers_to(prompts: Path) -> Path:
@@ -165,6 +167,8 @@ def recipe_of(options: RealignOptions, positions: int = 1 << 30) -> DraftRecipe:
             "markov_rank": stored.markov_rank,
             "sample_from_anchor": stored.sample_from_anchor,
         }
+    elif eagle3_folder(options.draft) is not None:
+        draft["eagle3"] = {}
     content: dict[str, Any] = {
         "kind": "draft",
         "name": "realigned draft",
@@ -200,10 +204,13 @@ def _measure(options: RealignOptions, recipe: DraftRecipe, name: str, console: C
     tokenizer = load_tokenizer(options.target, trusted)
     loading = ModelOptions(target=options.target, dtype=recipe.dtype, trust_remote_code=trusted)
     target = read_target(options.target, loading)
-    if recipe.draft.dspark is None:
+    kind = _kind(recipe)
+    if kind == "draft":
         check_same_tokenizer(tokenizer, load_tokenizer(name, trusted))
-    draft = load_draft(name, target, None, trusted) if recipe.draft.dspark is None else load_dspark(name, target)
-    drafter = named_drafter(_kind(recipe), draft, tokens=recipe.draft.num_draft_tokens)
+        draft: LoadedWeights = load_draft(name, target, None, trusted)
+    else:
+        draft = load_dspark(name, target) if kind == "dspark" else load_eagle3(name, target)
+    drafter = named_drafter(kind, draft, tokens=recipe.draft.num_draft_tokens)
     positions = min((m.max_positions for m in (target, drafter) if m.max_positions is not None), default=1 << 30)
     if positions < _PROMPT_TOKENS + room:
         raise UserError(

@@ -14,6 +14,7 @@ from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
+from decoding.model.eagle3 import Eagle3Draft
 from decoding.model.forward import lm_head_input, run_in_lm_head
 from trainer.data.batch import Batch, flat_rows
 from trainer.drafts.start import InitialDraft, write_draft
@@ -24,7 +25,7 @@ from trainer.recipe.common import LossSection
 from trainer.recipe.draft import DraftSection
 from trainer.target.loading import OnlineTarget, check_logits, logit_scale
 
-AnyDraft = CausalLM | DSparkDraft
+AnyDraft = CausalLM | DSparkDraft | Eagle3Draft
 """A draft to decode with."""
 
 
@@ -35,6 +36,8 @@ def drafter_of(draft: AnyDraft, tokens: int) -> Drafter:
     """
     if isinstance(draft, DSparkDraft):
         return named_drafter("dspark", draft, tokens=draft.config.block_size)
+    if isinstance(draft, Eagle3Draft):
+        return named_drafter("eagle3", draft, tokens=tokens)
     return named_drafter("draft", draft.at_its_fastest(), tokens=tokens)
 
 

@@ -101,32 +101,14 @@ def _stored_draft(
 def dspark_config(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DSparkSection, used: Collection[int] = ()
 ) -> DSparkConfig:
-    """Return the sizes of a recipe's draft; the defaults are the sizes of the target's layers.
-
-    A token in ``used`` cannot be the mask.
-
-    Attention heads have the target's width, or the next wider one for which servers have a kernel.
-    """
-    config = target.model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    head_dim = vars(config).get("head_dim") or target.hidden_size // heads
+    """Return the sizes of a recipe's draft; the defaults are `layer_sizes`. ``used`` is no mask."""
     rope, taps = rotary_of(target), section.taps or spread_taps(target.num_layers)
-    if max(taps) > target.num_layers - 2:
-        raise UserError(
-            f"draft.dspark.taps is {list(taps)}, but SGLang and llama.cpp cannot read the last layer: use layers from "
-            f"0 to {target.num_layers - 2}"
-        )
+    check_taps("draft.dspark.taps", taps, target)
     scaled = rope.get("rope_type") in SCALED and section.rope_theta is None
+    given = {"intermediate_size": section.intermediate_size, "rms_norm_eps": section.rms_norm_eps}
     return DSparkConfig(
-        hidden_size=target.hidden_size,
-        intermediate_size=section.intermediate_size
-        or getattr(config, "intermediate_size", None)
-        or 4 * target.hidden_size,
+        **layer_sizes(target) | {name: value for name, value in given.items() if value is not None},
         num_hidden_layers=section.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=min((dim for dim in HEAD_DIMS if dim >= head_dim), default=head_dim),
-        vocab_size=target.vocab_size,
         block_size=section.block_size,
         mask_token_id=mask_token(tokenizer, target.vocab_size, section.mask_token, used),
         target_layer_ids=taps,
@@ -136,9 +118,36 @@ def dspark_config(
         sample_from_anchor=section.sample_from_anchor,
         rope_theta=section.rope_theta or rope.get("rope_theta") or DSparkConfig.rope_theta,
         rope_scaling={key: rope[key] for key in rope if key not in _UNSCALED} if scaled else {},
-        rms_norm_eps=section.rms_norm_eps or getattr(config, "rms_norm_eps", None) or DSparkConfig.rms_norm_eps,
-        max_position_embeddings=target.max_positions or 1 << 20,
     )
+
+
+def check_taps(name: str, taps: Sequence[int], target: CausalLM) -> None:
+    """Raise UserError for taps, set by the recipe's ``name``, that servers cannot read."""
+    if max(taps) > target.num_layers - 2:
+        raise UserError(
+            f"{name} is {list(taps)}, but SGLang and llama.cpp cannot read the last layer: give layers from 0 to "
+            f"{target.num_layers - 2}"
+        )
+
+
+def layer_sizes(target: CausalLM) -> dict[str, Any]:
+    """Return the sizes of the target's layers, by a draft's names for them.
+
+    Attention heads have the target's width, or the next wider one for which servers have a kernel.
+    """
+    config, width = target.model.config.get_text_config(decoder=True), target.hidden_size
+    heads = config.num_attention_heads
+    head_dim = vars(config).get("head_dim") or width // heads
+    return {
+        "hidden_size": width,
+        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": min((dim for dim in HEAD_DIMS if dim >= head_dim), default=head_dim),
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": getattr(config, "rms_norm_eps", None) or DSparkConfig.rms_norm_eps,
+        "max_position_embeddings": target.max_positions or 1 << 20,
+    }
 
 
 def rotary_of(target: CausalLM) -> dict[str, Any]:

@@ -20,7 +20,14 @@ from transformers import (
 
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import check_same_tokenizer, dspark_folder, load_model, load_tokenizer, reason
+from decoding.model.loading import (
+    check_same_tokenizer,
+    dspark_folder,
+    eagle3_folder,
+    load_model,
+    load_tokenizer,
+    reason,
+)
 from decoding.model.stored import check_finite
 from decoding.model.vocabulary import (
     read_output_tokens,
@@ -90,10 +97,11 @@ def _started(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, init: InitSection, trust_remote_code: bool
 ) -> PreTrainedModel:
     if init.from_model is not None:
-        if dspark_folder(init.from_model) is not None:
+        found = {"dspark": dspark_folder(init.from_model), "eagle3": eagle3_folder(init.from_model)}
+        for kind in (kind for kind, folder in found.items() if folder is not None):
             raise UserError(
-                f"draft.init.from_model, {init.from_model}, is a DSpark draft: add draft.dspark, as in "
-                "recipes/any/dspark.yaml, or use another draft"
+                f"draft.init.from_model, {init.from_model}, is {'a DSpark' if kind == 'dspark' else 'an EAGLE-3'} "
+                f"draft: add draft.{kind}, as in recipes/any/{kind}.yaml, or use another draft"
             )
         check_same_tokenizer(tokenizer, load_tokenizer(init.from_model, trust_remote_code))
         model = load_model(init.from_model, torch.float32, target.device, trust_remote_code)

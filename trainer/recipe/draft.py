@@ -54,8 +54,8 @@ class PolicySection(Section):
     target: Weight = 0.0
     loop: Weight = 0.0
     loop_trains: LoopTrains = "rejected"
-    """``rejected``: only the tokens that replaced a drafted token · ``all``: the whole answer. DSpark drafts require
-    ``all``: they train on runs of tokens.
+    """``rejected``: only the tokens that replaced a drafted token · ``all``: the whole answer. DSpark and EAGLE-3
+    drafts require ``all``: they train on runs of tokens.
     """
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Sampling temperature of the generated texts."""
@@ -140,22 +140,50 @@ class DSparkSection(Section):
     evaluations during training, draft chains."""
 
 
+class Eagle3Section(Section):
+    """An EAGLE-3 draft (2503.01840): one layer that goes on from the target's states, token by token.
+
+    It uses the target's embedding; its lm_head starts as the target's. ``draft.init.from_model`` names an existing
+    draft to train further.
+    """
+
+    steps: Annotated[int, Field(ge=1)] = 5
+    """Unrolled steps (``training-time test``): how many tokens after a position are trained, each from the draft's own
+    state at the token before. EAGLE has 7, speculators 3."""
+    taps: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """Target layers (from 0) whose output the draft reads. None: layers 1, N/2 - 1 and N - 4 of N, the only choice that
+    vLLM, SGLang and llama.cpp all read."""
+    intermediate_size: Annotated[int, Field(ge=1)] | None = None
+    """Width of the feed-forward layer; None: the target's."""
+    anchors: Annotated[int, Field(ge=1)] = 128
+    """Positions in each sequence after which the steps are unrolled; drawn again at every step of the training."""
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Weight of each token's loss relative to the previous token's."""
+
+
 class DraftSection(Section):
     """The draft: its initial weights, its vocabulary, and its training."""
 
     init: InitSection = InitSection()
     vocabulary: Annotated[int, Field(ge=2)] | None = None
     """Number of tokens that the draft can write: the most frequent in training answers. None: all. It reads all tokens
-    in any case. Fewer tokens make drafting and training cheaper if the target has many; SGLang does not load such a
-    DSpark draft."""
+    in any case. Fewer tokens make drafting and training cheaper where the target has many; SGLang loads no such DSpark
+    draft, but it loads EAGLE-3 drafts."""
     loss: Annotated[LossSection, default_term("forward_kl")] = LossSection(forward_kl=1.0)
     policy: PolicySection = PolicySection()
     teacher: TeacherSection | None = None
     """None: the target runs at every step."""
     dspark: DSparkSection | None = None
-    """None means an ordinary draft, with one forward pass per token."""
+    """None: an ordinary draft, with one forward per token, or an EAGLE-3 draft."""
+    eagle3: Eagle3Section | None = None
+    """None: an ordinary draft, or a DSpark draft."""
     num_draft_tokens: Annotated[int, Field(ge=1)] = 4
     """Draft length in evaluations and in the ``loop`` policy. DSpark drafts use ``block_size``."""
+
+    @property
+    def over_states(self) -> DSparkSection | Eagle3Section | None:
+        """The section of a draft that reads the target's states; None for an ordinary draft."""
+        return self.dspark or self.eagle3
 
     @model_validator(mode="after")
     def _the_cache_suffices(self) -> "DraftSection":
@@ -174,6 +202,8 @@ class DraftSection(Section):
     def _a_dspark_draft_has_its_own_shape(self) -> "DraftSection":
         if self.dspark is None:
             return self
+        if self.eagle3 is not None:
+            raise UserError("draft.dspark and draft.eagle3 are both given: set one of them to null")
         if self.dspark.markov_rank == 0 and self.dspark.sample_from_anchor:
             raise UserError(
                 "draft.dspark.markov_rank=0 makes a DFlash draft, in which masks predict their own tokens: set "
@@ -184,9 +214,16 @@ class DraftSection(Section):
                 "draft.dspark.markov_rank=0 makes a DFlash draft, and servers reject its confidence head: set "
                 "draft.dspark.confidence=false"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _a_draft_over_states_needs_whole_answers(self) -> "DraftSection":
+        if self.over_states is None:
+            return self
+        kind, name = ("a DSpark", "dspark") if self.dspark else ("an EAGLE-3", "eagle3")
         if self.policy.loop and self.policy.loop_trains == "rejected":
             raise UserError(
-                "draft.policy.loop_trains=rejected trains single tokens, but a DSpark draft needs runs of trained "
+                f"draft.policy.loop_trains=rejected trains single tokens, but {kind} draft needs runs of trained "
                 "tokens: set draft.policy.loop_trains=all"
             )
         others: dict[str, Any] = {"teacher": self.teacher}
@@ -195,7 +232,7 @@ class DraftSection(Section):
             others["init.from_target"] = self.init.from_target
         if given := [name for name, value in others.items() if value is not None]:
             raise UserError(
-                f"draft.{given[0]} does not apply to a DSpark draft: set it to null, and set sizes in draft.dspark"
+                f"draft.{given[0]} does not apply to {kind} draft: set it to null, and set sizes in draft.{name}"
             )
         return self
 
@@ -206,7 +243,8 @@ class DraftRecipe(CommonRecipe):
     kind: Literal["draft"]
     draft: DraftSection = DraftSection()
     features: FeaturesSection | None = None
-    """Train a DSpark draft from the target's states on disk. Only the target's last layer runs at every step."""
+    """Train a DSpark or EAGLE-3 draft from the target's states on disk. Only the target's last layer runs at every
+    step."""
 
     @property
     def store(self) -> tuple[str, str] | None:
@@ -223,10 +261,10 @@ class DraftRecipe(CommonRecipe):
     def _features_are_those_of_a_dspark_drafts_data(self) -> "DraftRecipe":
         if self.features is None:
             return self
-        if self.draft.dspark is None:
+        if self.draft.over_states is None:
             raise UserError(
-                "features are for a DSpark draft, and this draft is an ordinary one: set features=null, and store "
-                "logits with draft.teacher instead"
+                "features are for a DSpark or EAGLE-3 draft, and this draft is an ordinary one: set features=null, and "
+                "store logits with draft.teacher instead"
             )
         if self.draft.policy.generates:
             raise UserError(
@@ -235,7 +273,7 @@ class DraftRecipe(CommonRecipe):
             )
         if not self.features.keep_target:
             raise UserError(
-                "features.keep_target=false works for heads only, because a DSpark draft uses parts of its target at "
+                "features.keep_target=false works for heads only, because such a draft uses parts of its target at "
                 "every step: set it to true"
             )
         return self

@@ -1,0 +1,253 @@
+"""The objective of an EAGLE-3 draft: it learns the target's distribution of the next tokens, from its own states.
+
+Slot p of a text pairs the embedding of token p + 1 with the target's states at token p, and predicts token p + 2. In
+decoding the draft goes on with its own states, so training unrolls it in the same way (2503.01840, section 3.2): a
+chain starts from the slot before its anchor, an arbitrary token of the text. Step k (from 0) of a chain predicts token
+anchor + 1 + k. From step 1 on it pairs the embedding of token anchor + k with the chain's own state of the step before.
+
+Step 0 runs all slots of the text at once. A chain's later slots attend to the text's slots before the anchor and to the
+slots of their own chain. Chains do not see each other, so one pass over many chains equals a pass over each. Anchors
+are drawn as those of a DSpark draft's blocks, at most ``anchors`` in a text. So a mask of all chains' keys stays small:
+at most (steps - 1) x anchors columns beside the text's.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from decoding.drafters import Drafter
+from decoding.errors import UserError
+from decoding.model.causal_lm import CausalLM
+from decoding.model.eagle3 import Eagle3Draft
+from decoding.model.eagle3_config import Eagle3Config, default_layers
+from decoding.model.forward import unscaled_embeddings
+from decoding.model.loading import load_eagle3
+from trainer.data.batch import Batch, Example, flat_rows
+from trainer.drafts.distill import drafter_of
+from trainer.drafts.dspark import Blocks, DSparkAhead, Labels, labels_of, sample_blocks
+from trainer.drafts.dspark_start import SCALED, check_taps, layer_sizes, rotary_of
+from trainer.learning.fused import fused_loss
+from trainer.learning.losses import HiddenTeacher, LossMix
+from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums
+from trainer.recipe.draft import DraftSection, Eagle3Section
+from trainer.target.loading import OnlineTarget
+from trainer.target.vocabulary import most_frequent_trained
+
+# --- before training --------------------------------------------------------------------------------------------------
+
+
+def initial_eagle3(
+    target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DraftSection, examples: Sequence[Example]
+) -> Eagle3Draft:
+    """Make a recipe's initial draft, in fp32 on the target's device: random by torch's global seed, or a stored one.
+
+    A random draft's lm_head has the target's rows. Raises UserError for a draft that does not fit the target.
+    """
+    assert section.eagle3 is not None, "the recipe asks for an EAGLE-3 draft"
+    if section.init.from_model is not None:
+        return _stored_draft(target, section.init.from_model, section)
+    config, chosen = eagle3_config(target, section.eagle3), None
+    if section.vocabulary is not None and section.vocabulary < target.vocab_size:
+        chosen = most_frequent_trained(section.vocabulary, target.vocab_size, target, tokenizer, examples)
+        config = replace(config, draft_vocab_size=len(chosen))
+    draft = Eagle3Draft(config.for_target(target)).to(target.device)
+    rows: Tensor = target.model.get_output_embeddings().weight.detach()
+    if chosen is not None:
+        draft.write_only(chosen)
+        rows = rows[draft.output_tokens.to(rows.device)]
+    with torch.no_grad():
+        draft.lm_head.weight.copy_(rows[: config.vocab_size])
+    return draft
+
+
+def eagle3_config(target: CausalLM, section: Eagle3Section) -> Eagle3Config:
+    """Return the sizes of a recipe's draft without any flag: the form that vLLM, SGLang and llama.cpp all read."""
+    try:
+        taps = section.taps or default_layers(target.num_layers)
+    except UserError as error:
+        raise UserError(
+            f"the target has {target.num_layers} layers, too few for the default taps: set draft.eagle3.taps"
+        ) from error
+    check_taps("draft.eagle3.taps", taps, target)
+    sizes, rope = layer_sizes(target), rotary_of(target)
+    scaled = rope.get("rope_type") in (*SCALED, "llama3")
+    scaling = {key: value for key, value in rope.items() if key != "partial_rotary_factor"} if scaled else {}
+    theta = rope.get("rope_theta") or 10_000.0
+    return Eagle3Config(
+        **sizes | {"intermediate_size": section.intermediate_size or sizes["intermediate_size"]},
+        draft_vocab_size=target.vocab_size,
+        target_layer_ids=taps,
+        rope_parameters={"rope_type": "default", "rope_theta": theta, **scaling},
+    )
+
+
+def _stored_draft(target: CausalLM, name: str, of_draft: DraftSection) -> Eagle3Draft:
+    """Load a draft to train further; raise UserError if its sizes differ from the section's (None fits any)."""
+    section = of_draft.eagle3
+    assert section is not None, "the recipe asks for an EAGLE-3 draft"
+    draft = load_eagle3(name, target).float().requires_grad_(True).train()
+    config = draft.config
+    for key, wanted, found in (
+        ("eagle3.taps", section.taps, config.target_layer_ids),
+        ("eagle3.intermediate_size", section.intermediate_size, config.intermediate_size),
+        ("vocabulary", of_draft.vocabulary, config.draft_vocab_size),
+    ):
+        if wanted not in (None, found):
+            raise UserError(
+                f"draft.init.from_model, {name}, has {key} {found} and not {wanted}: change draft.{key}, or give "
+                "another draft"
+            )
+    return draft
+
+
+# --- the unrolled pass ------------------------------------------------------------------------------------------------
+
+
+class Eagle3Inputs(NamedTuple):
+    """Inputs of a step: the draft's pass, and the labels with the target's distribution."""
+
+    states: Float[Tensor, "batch positions taps"]
+    embedded: Float[Tensor, "batch positions hidden"]
+    batch: Batch
+    blocks: Blocks
+    labels: Labels
+    teacher: HiddenTeacher
+
+
+def run_chains(
+    draft: Eagle3Draft,
+    states: Float[Tensor, "batch positions taps"],
+    embedded: Float[Tensor, "batch positions hidden"],
+    batch: Batch,
+    anchors: Int[Tensor, "batch chains"],
+    steps: int,
+) -> Float[Tensor, "batch chains*steps hidden"]:
+    """Run the slots of the texts, then ``steps`` - 1 further slots of every chain; return the chains' states."""
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def held(*fresh: Tensor) -> tuple[Tensor, Tensor]:
+        kept.append((fresh[0], fresh[1]))
+        keys, values = (torch.cat(parts, 2) for parts in zip(*kept, strict=True))
+        return keys, values
+
+    documents, positions = batch.documents[:, :-1], batch.positions()[:, :-1]
+    place, slots = torch.arange(documents.shape[1], device=anchors.device), (anchors - 1).clamp(min=0)
+    apart = None
+    if batch.packed:
+        apart = ((documents[:, None] == documents[..., None]) & (place <= place[:, None]))[:, None]
+    state = _at(draft(embedded[:, 1:], draft.fused(states[:, :-1]), positions, held, apart), slots)
+    sees_text = (place <= slots[..., None]) & (documents[:, None] == documents.gather(1, slots)[..., None])
+    chain = torch.eye(anchors.shape[1], dtype=torch.bool, device=anchors.device).expand(len(anchors), -1, -1)
+    first, found = positions.gather(1, slots), [state]
+    for step in range(1, steps):
+        tokens = _at(embedded, (anchors + step).clamp(max=embedded.shape[1] - 1))
+        mask = torch.cat((sees_text, *[chain] * step), 2)[:, None]
+        state = draft(tokens, draft.recycled(state), first + step, held, mask)
+        found.append(state)
+    return torch.stack(found, 2).flatten(1, 2)
+
+
+def _at(values: Float[Tensor, "batch positions hidden"], index: Int[Tensor, "batch chains"]) -> Tensor:
+    """Return ``values`` at some positions of each row."""
+    return values.gather(1, index[..., None].expand(-1, -1, values.shape[-1]))
+
+
+class Eagle3Training(nn.Module):
+    """The draft with its loss: a term for each unrolled step."""
+
+    def __init__(self, draft: Eagle3Draft, mix: LossMix, steps: int) -> None:
+        super().__init__()
+        self.draft, self._mix, self._steps = draft.train(), mix, steps
+
+    def forward(self, inputs: Eagle3Inputs, scale: Float[Tensor, " terms"] | None = None) -> TermSums:
+        """Return losses and hits, (terms,) each, and the total; hits as in `trainer.drafts.dspark.DSparkTraining`."""
+        states = run_chains(
+            self.draft, inputs.states, inputs.embedded, inputs.batch, inputs.blocks.anchors, self._steps
+        )
+        hidden = self.draft.norm(flat_rows(states, inputs.labels.slots))
+        sums: TermSums = self.draft.lm_head(hidden, partial(self._compared, inputs, scale))
+        return sums
+
+    def _compared(
+        self, inputs: Eagle3Inputs, scale: Tensor | None, hidden: Float[Tensor, "rows hidden"], lm_head: Tensor
+    ) -> TermSums:
+        labels, config = inputs.labels, self.draft.config
+        found = fused_loss(
+            hidden,
+            lm_head,
+            inputs.batch.tokens.flatten()[labels.text + 1],
+            self._mix,
+            inputs.teacher,
+            places=labels.places,
+            row_weights=None if scale is None else scale[labels.depths],
+            tokens=None if config.draft_vocab_size == config.vocab_size else self.draft.output_tokens,
+        )
+        return TermSums.of_rows(found, labels.depths, self._steps, self._mix.soft)
+
+
+class Eagle3Objective:
+    """An EAGLE-3 draft, its target, and the loss between them."""
+
+    def __init__(
+        self, target: CausalLM, draft: Eagle3Draft, section: DraftSection, seed: int, states: OnlineTarget | None = None
+    ) -> None:
+        """``seed`` draws the anchors. ``states`` None: ``target`` runs at every step.
+
+        The finished draft has the target's dtype.
+        """
+        assert section.eagle3 is not None, "the recipe asks for an EAGLE-3 draft"
+        self._target, self._seed, self._states = target, seed, states or OnlineTarget(target)
+        self._section, self._length = section.eagle3, section.num_draft_tokens
+        mix = LossMix.of(section.loss)
+        self.module: Eagle3Training = Eagle3Training(draft, mix, section.eagle3.steps)
+        self.hit_name = "acceptance" if mix.soft else "top1"
+        self.terms = tuple(f"token_{step}" for step in range(1, section.eagle3.steps + 1))
+
+    def weights(self, step: int) -> tuple[float, ...]:
+        falling = [self._section.decay**each for each in range(self._section.steps)]
+        return tuple(each / sum(falling) for each in falling)
+
+    def rates(self, step: int) -> Mapping[str, float]:
+        return EVERYWHERE_THE_SAME
+
+    def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
+        return torch.tensor(list(map(len, self._blocks(batch, step).labelled)), dtype=torch.float32)
+
+    def ahead(self, batch: Batch, step: int) -> DSparkAhead:
+        blocks = self._blocks(batch, step)
+        return DSparkAhead(blocks, labels_of(batch, blocks, self._section.steps), self._states.read(batch))
+
+    def _blocks(self, batch: Batch, step: int) -> Blocks:
+        """Draw the anchors; the first two tokens of a text are no labels, because no slot predicts them."""
+        predicted = replace(batch, trained=batch.trained & (batch.positions() > 1))
+        return sample_blocks(predicted, self._section.anchors, self._section.steps, self._seed, step)
+
+    def inputs(self, batch: Batch, step: int, ahead: DSparkAhead | None = None) -> tuple[Any, ...]:
+        self.module.train()  # decoding leaves it in evaluation mode
+        blocks, labels, stored = ahead or self.ahead(batch, step)
+        hidden, states = self._states.tapped(batch, self.module.draft.config.target_layer_ids, stored)
+        lm_head = self._states.lm_head.to(batch.tokens.device)  # a target spread over devices may keep it elsewhere
+        teacher = HiddenTeacher(flat_rows(hidden, labels.text), lm_head, self._states.transform)
+        embedded = unscaled_embeddings(self._target.model, batch.tokens)
+        return (Eagle3Inputs(states, embedded, batch, blocks, labels, teacher),)
+
+    def writing_draft(self) -> Eagle3Draft:
+        """Return a copy of the draft with its current weights, in the target's dtype."""
+        return copy.deepcopy(self.module.draft).to(self._target.device, self._target.dtype).requires_grad_(False).eval()
+
+    def drafter(self) -> Drafter:
+        return drafter_of(self.writing_draft(), self._length)
+
+    def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
+        """Do nothing: an EAGLE-3 draft stores no tree."""
+
+    def save(self, folder: Path) -> None:
+        self.writing_draft().save_pretrained(folder)
