@@ -60,7 +60,7 @@ def trained(
 ) -> Path:
     content = recipe_content(workshop, "draft", **training)
     content["output"], content["features"] = str(workshop / output), features
-    content["draft"] |= {"dspark": DSPARK, **(draft or {})}
+    content["draft"] = {"dspark": DSPARK, **(draft or {})}
     content["evaluation"] |= evaluation or {}
     AcceleratorState._reset_state(True)
     try:

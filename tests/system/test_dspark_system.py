@@ -36,7 +36,7 @@ def recipe(workshop: Path, name: str) -> tuple[str, Path]:
     """A recipe of which half the rows are written by the loop; evaluated on the way."""
     path = Path(write_recipe(workshop, "draft", workshop / name, steps=6, micro_batch_size=2, learning_rate=1e-2))
     content = yaml.safe_load(path.read_text())
-    content["draft"] |= {"dspark": DSPARK, "policy": POLICY}
+    content["draft"] = {"dspark": DSPARK, "policy": POLICY}
     content["evaluation"] |= {"every": 3}
     path.write_text(yaml.safe_dump(content))
     return str(path), workshop / name
