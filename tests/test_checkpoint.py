@@ -253,25 +253,6 @@ def test_another_recipe_is_refused_naming_what_differs(tmp_path: Path) -> None:
     assert f"another output folder in the recipe, or remove {tmp_path} to start over" in str(error.value)
 
 
-@pytest.mark.parametrize(("beta", "refused"), [(0.95, False), (0.9, True)])
-def test_a_key_that_an_older_recipe_lacked_is_compared_by_its_default(
-    tmp_path: Path, beta: float, refused: bool
-) -> None:
-    def with_recipe(**training: Any) -> dict[str, Any]:
-        return parse_recipe(recipe_content(tmp_path, "medusa", **training)).model_dump(mode="json")
-
-    older, now = with_recipe(), with_recipe(adam_beta2=beta)
-    del older["training"]["adam_beta2"], older["heads"]
-    model, optimizers = trained_model()
-    save(Checkpoints(tmp_path, 2, older, made_by={"recipe": older}), model, optimizers, Progress(2, 200))
-    found = Checkpoints(tmp_path, 2, now, made_by={"recipe": now})
-    if refused:
-        with pytest.raises(ValueError, match=r"another training\.adam_beta2 \(0\.95, now 0\.9\): set"):
-            found.latest()
-    else:
-        assert found.latest() is not None and not found.changes
-
-
 def writer(name: str, text: str) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         (folder / name).write_text(text)

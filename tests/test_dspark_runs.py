@@ -65,7 +65,7 @@ def trained(
 ) -> Path:
     content = recipe_content(workshop, "draft", **training)
     content["output"], content["features"] = str(workshop / output), features
-    content["draft"] |= {kind: KINDS[kind], **(draft or {})}
+    content["draft"] = {kind: KINDS[kind], **(draft or {})}
     content["evaluation"] |= evaluation or {}
     AcceleratorState._reset_state(True)
     try:

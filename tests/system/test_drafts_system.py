@@ -22,7 +22,7 @@ def recipe(workshop: Path, name: str) -> tuple[str, Path]:
     output = workshop / name
     path = Path(write_recipe(workshop, "draft", output, every=5, steps=STEPS, micro_batch_size=2))
     content: dict[str, Any] = yaml.safe_load(path.read_text())
-    content["draft"] |= {"policy": POLICY, "vocabulary": 10, "num_draft_tokens": 2}
+    content["draft"] = {"policy": POLICY, "vocabulary": 10, "num_draft_tokens": 2}
     content["evaluation"] |= {"every": 4, "keep": "best", "batch_size": 1}
     path.write_text(yaml.safe_dump(content))
     return str(path), output

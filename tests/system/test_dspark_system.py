@@ -46,7 +46,7 @@ def recipe(workshop: Path, kind: str, name: str) -> tuple[str, Path]:
     name = f"{kind}-{name}"
     path = Path(write_recipe(workshop, "draft", workshop / name, steps=6, micro_batch_size=2, learning_rate=1e-2))
     content = yaml.safe_load(path.read_text())
-    content["draft"] |= {kind: DRAFTS[kind], "policy": POLICY}
+    content["draft"] = {kind: DRAFTS[kind], "policy": POLICY}
     content["evaluation"] |= {"every": 3}
     path.write_text(yaml.safe_dump(content))
     return str(path), workshop / name

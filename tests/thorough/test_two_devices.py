@@ -164,7 +164,7 @@ def test_a_run_on_a_spread_target_trains_and_evaluates_as_on_a_whole_one(
         content |= {"output": str(tmp_path / placed)}
         content["training"]["steps"] = content["evaluation"]["every"] = 2
         if kind == "dspark":
-            content["draft"] |= {"dspark": {"markov_rank": 3, "mask_token": "<user>"}}
+            content["draft"] = {"dspark": {"markov_rank": 3, "mask_token": "<user>"}}
         if kind == "shared":
             content["heads"] = {"num_heads": 2, "tree_nodes": 4, "shared_lm_head": True}
         AcceleratorState._reset_state(True)

@@ -24,7 +24,6 @@ from decoding.errors import UserError
 from decoding.measure.machine import commit, versions
 from decoding.model.stored import non_finite
 from trainer.files.folders import check_seal, write_folder
-from trainer.recipe.reading import parse_recipe
 from trainer.run.state import Tensors
 
 _STATE, _WEIGHTS, _OPTIMIZER, _BEST = "state.json", "weights.safetensors", "optimizer.safetensors", "best.safetensors"
@@ -73,36 +72,6 @@ def compare(recorded: Mapping[str, Any], now: Mapping[str, Any], finished: bool 
     found = list(_differing(recorded, now))
     refused = [change for change in found if _binds(change.name, finished, decides)]
     return Changes(refused, [change for change in found if change not in refused])
-
-
-def identity_in(state: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the identity in a checkpoint's state.json, with defaults for keys that recipes have gained since.
-
-    ``recipe`` is the present recipe as JSON values. With its default, a new key computes what runs computed before the
-    key existed.
-    """
-    identity: dict[str, Any] = state["identity"]
-    try:
-        older = parse_recipe(_shared(recipe, state.get("recipe") or {}))
-    except UserError:  # the new keys have no defaults together with the others
-        return identity
-    return _filled(identity, older.model_dump(mode="json"))
-
-
-def _shared(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the keys that ``known`` also has, section by section."""
-    return {
-        name: _shared(value, known[name]) if isinstance(value, dict) and isinstance(known[name], dict) else value
-        for name, value in values.items()
-        if name in known
-    }
-
-
-def _filled(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values, and defaults for missing keys, section by section."""
-    both = {name: (values[name], default) for name, default in defaults.items() if name in values}
-    filled = {name: _filled(*pair) for name, pair in both.items() if all(isinstance(each, dict) for each in pair)}
-    return {**defaults, **values, **filled}
 
 
 def bound(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
@@ -272,7 +241,7 @@ class Checkpoints:
             except (OSError, ValueError, SafetensorError) as error:
                 self.unreadable[folder] = " ".join(str(error).split()) or type(error).__name__
                 continue
-            self._recorded = identity_in(state, self._made_by.get("recipe") or {})
+            self._recorded = state["identity"]
             self.changes = self._allowed(f"{folder} was made by a recipe")
             self.stretches = _continued(state["stretches"], saved.progress.step, self._settings)
             return saved

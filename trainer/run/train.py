@@ -35,7 +35,7 @@ from trainer.processes import Process, agreed, any_process, build_accelerator, d
 from trainer.recipe.common import DataSection
 from trainer.recipe.heads import MedusaRecipe
 from trainer.recipe.reading import AnyRecipe, parse_recipe
-from trainer.run.checkpoint import Checkpoints, Progress, bound, compare, identity_in, read_apart
+from trainer.run.checkpoint import Checkpoints, Progress, bound, compare, read_apart
 from trainer.run.distributed import check_launch, whole_parameters
 from trainer.run.heldout import Evaluator, Watch, evaluator_at_end
 from trainer.run.log import Log, installed_trackers, trackers_of
@@ -129,8 +129,7 @@ def consolidate(checkpoint: Path, destination: Path, trust_remote_code: bool = F
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     stored = recipe.without_store().model_copy(update={"trust_remote_code": trust_remote_code})
     job = assemble(stored, device, Process())
-    recorded = identity_in(state, recipe.model_dump(mode="json"))
-    refused = compare(recorded, json.loads(json.dumps(dict(job.identity)))).refused
+    refused = compare(state["identity"], json.loads(json.dumps(dict(job.identity)))).refused
     if changed := [str(each) for each in refused if not each.name.startswith(_STORED)]:
         raise UserError(f"since {checkpoint} was written, its {', '.join(changed)} changed: restore the original")
     load_weights(job.objective.module, saved.weights)

@@ -65,13 +65,8 @@ class Effort:
     """Number of tested engines; they share ``alpha``."""
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "draws", "draw_prompts", "rounds", "engines"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}: use at least 1")
         if self.max_new_tokens < DEPTH:
             raise UserError(f"max_new_tokens is {self.max_new_tokens}: use at least {DEPTH}, the tokens counted")
-        if not 0 < self.alpha < 1:
-            raise UserError(f"alpha is {self.alpha}: use a probability between 0 and 1, such as 1e-6")
 
     @property
     def alpha_of_a_test(self) -> float:
