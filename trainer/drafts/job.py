@@ -144,7 +144,7 @@ DEEPEST = 16
 class Payoff(NamedTuple):
     """The largest speed-up that costs allow, and the per-position acceptance from which a draft gains.
 
-    ``least_acceptance`` is rounded up to hundredths; None if no draft length gains even if all tokens are accepted.
+    ``least_acceptance`` is rounded up to hundredths; it is None if no draft length gains even with all tokens accepted.
     """
 
     least_acceptance: float | None
