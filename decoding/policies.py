@@ -127,7 +127,7 @@ class _Seconds:
         return median_low(self._of[budget][drafted.bit_length()])
 
     def known(self, budget: Budget) -> tuple[float, float] | None:
-        """Return (seconds of a step of a budget, relative standard deviation), or None if it was never tried."""
+        """Return (seconds of a budget's step, relative standard deviation); None for a budget that was never tried."""
         if not (shares := self._shares.get(budget)):
             return None
         trials, age = sum(shares.values()), self._steps - self._tried_at[budget]

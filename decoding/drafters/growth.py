@@ -218,8 +218,9 @@ class Growth:
         self.sampled = sampled
         self.candidates: int | None = None
         """Number of tokens in each slot that get a bias: those with the best logits before the bias; None means all
-        tokens. Few tokens are cheaper and stay lossless, but the bias may be most of what heads or drafts predict.
-        Fitted heads of SmolLM2-135M-Instruct write 1.24 tokens per pass with 256 candidates, greedy, and 1.64 with all.
+        tokens. Few tokens are cheaper and stay lossless, but the bias may be most of what heads or drafts predict. In
+        greedy decoding, fitted heads of SmolLM2-135M-Instruct write 1.24 tokens per pass with 256 candidates, and 1.64
+        with all tokens.
         """
         self._levels = lru_cache(maxsize=64)(_levels)
 
