@@ -76,7 +76,7 @@ def find_prompt(row: dict[str, Any]) -> str | None:
 
 
 def find_answer(row: dict[str, Any]) -> str | None:
-    """Return the first of `ANSWER_FIELDS` that the row has; next to a ``text`` prompt only `_TEXT_ANSWERS` count."""
+    """Return the first of `ANSWER_FIELDS` that the row has; if the prompt is ``text``, only `_TEXT_ANSWERS` count."""
     known = ANSWER_FIELDS
     if find_prompt(row) == "text":
         known = (*_TEXT_ANSWERS, *(("code",) if "task_id" in row else ()))

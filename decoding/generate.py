@@ -231,7 +231,7 @@ class DecodingBatch:
             self._keep_states(text, states.clone() if self.target.is_static or self.serves_calls else states)
         logprobs = self._logprobs(tree, verdict, output.logits[row])
         emitted = text.emit(tokens, self.stop)
-        # Tokens after the end of a text count neither as offered nor as accepted.
+        # Tokens after the end of a text do not count as offered or accepted.
         cut = len(emitted) <= len(path)
         accepted = len(emitted) if cut else len(path)
         offered = len(emitted) if cut else tree.shape.max_depth

@@ -62,7 +62,7 @@ def basename(path: str) -> str:
 
 
 def without_local_paths(value: Any) -> Any:
-    """Return a JSON value with every absolute, home or dot path cut to its last part, and secrets withheld."""
+    """Return a JSON value with every absolute, home or dot path cut to its last part and without secrets."""
     if isinstance(value, dict):
         return {
             without_local_paths(key): WITHHELD if held and _is_secret_key(key) else without_local_paths(held)

@@ -105,7 +105,7 @@ class CausalLM:
         return CausalLM(self.model, self.output_tokens, static, self.batch_invariant)
 
     def at_its_fastest(self) -> "CausalLM":
-        """Return the model with ``static`` set as by ``auto``; dropping the result frees its graphs and cache."""
+        """Return the model with the ``static`` that ``auto`` means; dropping the result frees its graphs and cache."""
         return self.with_static(static_of("auto", self.model))
 
     @property

@@ -23,7 +23,7 @@ _ALL_LAYERS_RUN = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"),
     *("gpt2", "gpt_neox", "opt", "falcon", "olmo2", "granite"),
 )
-"""Model types that never store more layers than their config says, such as layers for multi-token prediction."""
+"""Model types that store exactly as many layers as their config says, and none for multi-token prediction."""
 
 
 def check_model_folder(folder: Path) -> None:

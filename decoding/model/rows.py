@@ -1,7 +1,7 @@
 """Chains, row by row, on models that cannot run trees: with recurrent states, chunks or positions by token order.
 
-A recurrent state cannot drop a rejected token, so the states after a prefix are kept. Each pass runs the tokens
-accepted since that prefix and then the new draft. If the whole draft is accepted, the prefix moves to its end.
+A recurrent state cannot drop a rejected token, so the states after a prefix are kept. Each pass runs the tokens that
+were accepted after this prefix, followed by the new draft. If the whole draft is accepted, the prefix moves to its end.
 Otherwise the kept states are restored, and the next pass also runs the accepted tokens. No step needs a second pass.
 """
 

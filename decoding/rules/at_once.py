@@ -109,7 +109,7 @@ class _Try(NamedTuple):
     child: int
     q_row: int
     leaves_q: bool
-    """True if a later sibling is drawn from q without this child's token."""
+    """True if later siblings are drawn from q after this child's token is removed from q."""
 
 
 class _Siblings(NamedTuple):

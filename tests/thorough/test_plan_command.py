@@ -234,7 +234,7 @@ def test_without_a_drafter_a_plan_says_what_training_would_bring_and_no_command_
         for each in cell["published"]:
             cost = next(draft["cost"] for draft in cell["drafts"] if draft["draft"] == each["draft"])
             assert each["speedup"] == pytest.approx(each["tokens_per_pass"] / cost[each["depth"] - 1])
-    path, words = str(tmp_path / "plan.json"), "chooses none"
+    path, words = str(tmp_path / "plan.json"), "cannot choose one"
     target = ("--target", str(models / "target"), "--dtype", "fp32")
     code, output = run("generate", *target, "--prompt", "def f", "--plan", path)
     assert code == 2 and words in output

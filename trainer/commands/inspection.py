@@ -106,7 +106,7 @@ def marked_text(example: Example, tokenizer: PreTrainedTokenizerBase, colour: bo
         end += len(list(run))
         tokens = example.tokens[:end].tolist()
         whole = str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        piece = whole[len(before) :]  # the text that these tokens add to the text before them
+        piece = whole[len(before) :]  # the text that these tokens add
         text.append(f"{_BEGIN}{piece}{_END}" if trained and not colour else piece, "green" if trained else None)
         before = whole
     return text

@@ -37,7 +37,7 @@ _BATCH = 8
 
 
 class ProofInput(NamedTuple):
-    """The inputs of a proof. The reference has the target, the sampling and the end-of-text tokens."""
+    """The inputs of a proof. ``reference`` contains the target, the sampling controls and the end-of-text tokens."""
 
     reference: Reference
     tokenizer: PreTrainedTokenizerBase

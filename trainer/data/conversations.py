@@ -162,8 +162,8 @@ class OpenConversation:
 
     ``index`` (from 0) counts all conversations of a run and determines the seeds. Without ``chat`` there is one turn
     with one message, whose text is continued. ``tools`` are the functions that the target may call. ``model`` is the
-    model that the row names. ``spelled`` are the tokens to continue if they differ from the tokens of the text. The
-    target itself writes a turn without messages.
+    model that the row names. ``spelled`` are the tokens to continue if they differ from the tokens of the text. If a
+    turn has no messages, the target itself writes the user's message.
     """
 
     key: AnswerKey

@@ -144,7 +144,7 @@ def _vllm(serving: Serving) -> ServerCommand:
             "num_speculative_tokens": plan.deepest,
             "num_speculative_tokens_per_batch_size": [list(row) for row in plan.schedule],
         }
-        notes = [f"at most {plan.deepest} tokens at a time: the plan's deepest chain, for the costs {_of_loop(plan)}"]
+        notes = [f"at most {plan.deepest} tokens at a time, the plan's deepest chain for the costs {_of_loop(plan)}"]
         notes.append("the table lists (first, last, depth) by batch size; its last depth applies to larger batches too")
     else:
         notes += _one_depth(serving, "--max-num-seqs")

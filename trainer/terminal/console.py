@@ -117,8 +117,8 @@ LINE_SECONDS = 15.0
 class ProgressBar:
     """One task's progress, as a bar or lines such as "answering: 120/1,792, 310 tokens/s, about 12 min left".
 
-    ``completed`` of ``total`` items (None: not known yet) were done before. Only an ``active`` bar shows anything: one
-    of several processes. ``clock`` returns seconds.
+    ``completed`` of ``total`` items (None: not known yet) were done before. Only an ``active`` bar shows anything; of
+    several processes, one has such a bar. ``clock`` returns seconds.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 A window of guessed tokens is kept from step to step: ``window`` columns of ``ngram - 1`` levels each. The token at
 level l of column i is l + i positions after the text's last token, which is level 0 of column 0. The tokens of level 0
-form a chain, the trunk. A token of a higher level is the child of the token one level below it in its column. So the
-window is a tree, and a tree's mask replaces lookahead's own attention mask.
+form a chain, the trunk. A token of a higher level is the child of the token one level below it in its column. The
+window is thus a tree, and the mask of a tree replaces lookahead's own attention mask.
 
 Each target pass also predicts the token after every column's last level. Each column is then a complete n-gram, which
 goes into the pool. The levels move down by one, and the predicted tokens become the last level (a Jacobi step for all
