@@ -192,7 +192,7 @@ def _arms(budgets: Sequence[Budget]) -> dict[Budget, _Acceptance]:
 
 _MEMORY = 0.9975  # weight of a trial relative to the next one
 _GUESS, _OF_LARGER = 0.75, 0.8
-"""Per-position acceptance assumed before any trial; a chain's acceptance relative to the tree that contains it."""
+"""Per-position acceptance assumed before any trial, and a chain's acceptance relative to the tree that contains it."""
 _KEPT, _RECENT, _RETIMED, _STALE, _AGEING = 31, 384, 128, 500, 4000.0
 """Steps kept per budget; their greatest age when a newer one is added; steps between plain steps that are timed while
 drafting; steps after which a budget's seconds are forgotten; steps until their doubt grows e-fold."""
@@ -239,7 +239,7 @@ class AdaptivePolicy:
         held, left = self._held.get(size, (PLAIN, 0))
         if not left or (held != PLAIN and held not in budgets):
             balance, seconds = self._balance.setdefault(size, _FIRST_LOSS), self._seconds.setdefault(size, _Seconds())
-            timing = seconds.lacks_plain  # a guess would hide that drafts are slow
+            timing = seconds.lacks_plain  # a guess would hide that the drafts are slow
             plain = timing or balance < -1
             held = PLAIN if plain else self._best(size, self._arms[budgets], explores=balance > 0)
             left = _HELD if not timing and (held == PLAIN or balance > 1) else 1

@@ -37,7 +37,7 @@ class ChildLogits(NamedTuple):
         return ChildLogits(self.logits.to(device), self.row.to(device), tokens)
 
     def of_nodes(self) -> "ChildLogits":
-        """Return the same with a row for each node."""
+        """Return the same logits with a separate row for each node."""
         return ChildLogits(self.logits[self.row], torch.arange(len(self.row), device=self.row.device), self.tokens)
 
 
@@ -110,7 +110,7 @@ class ConditionalLogits:
 
     ``base[d]`` predicts the children of the nodes at depth d of every row. With ``bias`` None the logits do not depend
     on drafted tokens. ``output_tokens``: the target's token of each output, in increasing order; None if output i is
-    token i. ``block``: what the bias multiplies; None: the previous token's embedding.
+    token i. ``block``: what the bias multiplies; None means the embedding of the previous token.
     """
 
     def __init__(

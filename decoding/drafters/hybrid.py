@@ -27,8 +27,8 @@ class HybridDrafter(Drafter):
     """Drafter that grafts the branches of ``lookup`` onto the tree of ``first``; equal children of a node are merged.
 
     ``lookup`` is a deterministic drafter without weights, such as prompt lookup. The k-th budgets of both drafters form
-    a pair; the last budget of the shorter list is paired with the rest of the longer one. So each drafter has a share
-    of the nodes. A request smaller than every pair goes to ``first`` alone.
+    a pair; the last budget of the shorter list is paired with the rest of the longer one. Each drafter thus has a share
+    of the nodes. A request that is smaller than every pair goes to ``first`` alone.
 
     ``first`` skips a step if its expected extra tokens are fewer than ``least_gain`` times the step's other tokens
     (None: its rough cost; 0: it always drafts). Both expectations are running means over the text, one for each length

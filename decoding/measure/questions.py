@@ -168,8 +168,9 @@ def evenly(questions: Sequence[Question], limit: int) -> list[Question]:
 class Asker:
     """Source of the questions' prompts as token ids: a `PromptSource`.
 
-    ``all_turns`` False asks first turns only. ``filler`` is the whole file:
-    a prompt of a given context length starts with texts of the questions before it in the file, then from its end.
+    ``all_turns`` False asks first turns only. ``filler`` contains all questions of the file. A prompt of a given
+    context length is filled with the texts of the questions before it in the file, and then with texts from the end of
+    the file.
     """
 
     questions: Sequence[Question]

@@ -95,7 +95,7 @@ def _row(
     )
     if not any(run.counts for record in mine for run in record.runs):
         return row
-    # Greedy rounds repeat the same text: they add observations of time, but not of acceptance.
+    # Greedy rounds repeat the same text, so they add observations of time but not of acceptance.
     return _with_acceptance(row, [each for each in mine if method.temperature > 0 or each.key.round == 0], curve)
 
 
@@ -190,7 +190,7 @@ def _with_acceptance(row: ReportRow, records: Sequence[Record], curve: Mapping[i
 
 
 def _predicted(runs: Sequence[Run], tokens: float, curve: Mapping[int, float], draft: float, overhead: float) -> float:
-    """Return the speed-up from measured drafting and overhead, with passes that cost what the curve says."""
+    """Return the speed-up predicted from measured drafting and overhead, and from the curve for the passes."""
     plain_step = pass_over(curve, 1)
     sizes = Counter(count.drafted + 1 for run in runs for count in run.counts)  # policies and lookups vary them
     passes = max(1, sizes.total())

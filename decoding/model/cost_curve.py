@@ -65,8 +65,8 @@ def measure_costs(
     """Measure the median seconds of a target pass over n new tokens after ``prefix`` cached ones, for n in ``sizes``.
 
     Each of ``rows`` texts has n new tokens. The passes alternate, so other load on the machine affects all alike. No
-    round begins after ``seconds``, but at least three are measured. If a pass looks cheaper than one over fewer tokens,
-    this is noise: it gets the larger cost.
+    round begins after ``seconds``, but at least three rounds are measured. If a pass looks cheaper than a pass over
+    fewer tokens, that is noise, and it gets the larger cost.
     """
     passes = _Passes(target, sizes, prefix, rows)
     warm_up, began = 2, time.perf_counter()

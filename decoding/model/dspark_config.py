@@ -191,7 +191,7 @@ class DSparkConfig:
 
     @property
     def sights(self) -> tuple[Sight, ...]:
-        """What each layer's slots see; a window also hides early slots of a long block, as in servers."""
+        """What the slots of each layer see. As in servers, a window also hides early slots of a long block."""
         sliding = [each == SLIDING for each in self.layer_types or (_FULL,) * self.num_hidden_layers]
         causal = [each if self.is_causal is None else self.is_causal for each in sliding]
         windows = [self.sliding_window if each else None for each in sliding]

@@ -56,7 +56,7 @@ class MarkovBias(nn.Module):
     ) -> Float[Tensor, "*nodes outputs"]:
         """Return the logits with the bias after these tokens, in the logits' dtype and on their device.
 
-        ``factor``: see `factor`; None: the tokens' embeddings.
+        ``factor``: see `factor`; None means the embeddings of the tokens.
         """
         factor = self.embedding(before.to(self.embedding.weight.device)) if factor is None else factor
         bias: Tensor = self.output(factor)

@@ -301,7 +301,7 @@ class ProposalKind(Enum):
     DETERMINISTIC = "deterministic"
     """The set of children is a function of the context alone: top-k, argmax, lookup."""
     GRAFTED = "grafted"
-    """Children drawn in one of the two ways above, followed by children that are a function of the context."""
+    """Children drawn in one of the two ways above, followed by children that are a function of the context alone."""
 
     @property
     def has_q(self) -> bool:
@@ -321,7 +321,7 @@ class Proposal:
     """A drafted tree and how its tokens were chosen.
 
     ``q`` (parents, vocab) has a row for each node with drawn children, in the order of the nodes: the distribution,
-    after every sampling control, from which the node's first child was drawn. In a chain, row i is node i's.
+    after every sampling control, from which the node's first child was drawn. In a chain, row i belongs to node i.
     Deterministic proposals have ``q`` None.
 
     ``drawn`` is the drawn part of a grafted proposal, None for any other. ``matched`` is the length of the text's

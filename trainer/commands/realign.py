@@ -114,7 +114,7 @@ def split_prompts(options: RealignOptions) -> None:
     """Split the prompts into three files; the last rows are held out."""
     rows = [line.rstrip(b"\n") for _, line in read_lines(options.prompts)]
     if len(rows) < 3:
-        raise UserError(f"{options.prompts} has {len(rows)} prompts: give at least 3, ideally hundreds")
+        raise UserError(f"{options.prompts} has {len(rows)} prompts: use at least 3, ideally hundreds")
     choosing, heldout = (min(most, math.ceil(len(rows) / 20)) for most in (_MOST_CHOOSING, _MOST_HELDOUT))
     options.output.mkdir(parents=True, exist_ok=True)
     learnt, last = rows[:-heldout], rows[-heldout:]

@@ -101,7 +101,7 @@ def _stored_draft(
 def dspark_config(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DSparkSection, used: Collection[int] = ()
 ) -> DSparkConfig:
-    """Return the sizes of a recipe's draft; the defaults are `layer_sizes`. ``used`` is no mask."""
+    """Return the sizes of a recipe's draft; the defaults are `layer_sizes`. A token in ``used`` cannot be the mask."""
     rope, taps = rotary_of(target), section.taps or spread_taps(target.num_layers)
     check_taps("draft.dspark.taps", taps, target)
     scaled = rope.get("rope_type") in SCALED and section.rope_theta is None
@@ -125,7 +125,7 @@ def check_taps(name: str, taps: Sequence[int], target: CausalLM) -> None:
     """Raise UserError for taps, set by the recipe's ``name``, that servers cannot read."""
     if max(taps) > target.num_layers - 2:
         raise UserError(
-            f"{name} is {list(taps)}, but SGLang and llama.cpp cannot read the last layer: give layers from 0 to "
+            f"{name} is {list(taps)}, but SGLang and llama.cpp cannot read the last layer: use layers from 0 to "
             f"{target.num_layers - 2}"
         )
 

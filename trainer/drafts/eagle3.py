@@ -102,7 +102,7 @@ def _stored_draft(target: CausalLM, name: str, of_draft: DraftSection) -> Eagle3
     ):
         if wanted not in (None, found):
             raise UserError(
-                f"draft.init.from_model, {name}, has {key} {found} and not {wanted}: change draft.{key}, or give "
+                f"draft.init.from_model, {name}, has {key} {found} and not {wanted}: change draft.{key}, or use "
                 "another draft"
             )
     return draft

@@ -83,7 +83,7 @@ def _dspark(
     assert dspark is not None, "the recipe asks for a DSpark draft"
     initial = initial_dspark(target.model, target.tokenizer, section, examples)
     fits = begins and dspark.fit_tokens and section.init.from_model is None and initial.markov is not None
-    if fits and (online := OnlineTarget(target.model)).transform is None:  # else a regression is off by a scale
+    if fits and (online := OnlineTarget(target.model)).transform is None:  # otherwise a regression is wrong by a scale
         process.say(
             f"the draft's bias starts as a regression on up to {dspark.fit_tokens:,} tokens (draft.dspark.fit_tokens)"
         )

@@ -64,8 +64,8 @@ def export(
     """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
 
     ``source``: a run's folder, its ``final`` folder or one of its checkpoints, or another trainer's draft, also by its
-    Hub id. A run that was stopped gives its newest checkpoint. ``quickstart`` exports the embedded target, for servers
-    that run a draft for it.
+    Hub id. For a run that was stopped, the newest checkpoint is exported. ``quickstart`` exports the embedded target,
+    for servers that run a draft for it.
     ``report``: a ``report.json``; the card shows its figures.
     ``plan``: a ``plan.json``. The formats headstart, dspark and speculators store its tree; the servers' commands use
     its depths by batch size.

@@ -74,7 +74,7 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     """Write a model's GGUF file, read it back and compare.
 
     A trimmed draft gets a full lm_head that drafts the same tokens; a draft that reads states its target's tokenizer.
-    UserError for a model or a tokenizer that llama.cpp would interpret differently.
+    Raises UserError for a model or a tokenizer that llama.cpp would interpret differently.
     """
     if kind_held_in(task.source) in (DSPARK, EAGLE3):
         return _write_state_draft(task)
@@ -105,7 +105,10 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
 
 
 def _write_state_draft(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
-    """Write the file of a draft that reads states. UserError if the target cannot be read or does not fit the draft."""
+    """Write the file of a draft that reads states.
+
+    Raises UserError if the target cannot be read or does not fit the draft.
+    """
     if task.target is None:
         raise UserError(f"{task.source} does not name its target, and a GGUF file needs its tokenizer: use --target")
     draft, trusted = stored_draft(task.source), task.trust_remote_code

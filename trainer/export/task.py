@@ -33,7 +33,7 @@ class Format:
     library: str
     """The Hub's ``library_name``."""
     types: tuple[str, ...] = ()
-    """Number types to choose from; empty for a format that keeps the stored type."""
+    """Number types that can be chosen; empty for a format that keeps the stored type."""
     module: str = ""
 
 
@@ -91,7 +91,7 @@ class Artefact:
     markov_rank: int = 0
     """Rank of the Markov bias, which depends on the previous token; 0 if there is none."""
     at_once: int = 0
-    """Tokens that a DSpark draft drafts in one forward; 0 for any other artefact."""
+    """Number of tokens that a DSpark draft drafts in one forward pass; 0 for any other artefact."""
     eagle3: bool = False
     rounded: bool = False
     """True if the format's number type rounds some of the weights."""

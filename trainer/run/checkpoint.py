@@ -35,7 +35,7 @@ _ASIDE = "unreadable-"
 # --- settings that may differ when a run resumes ----------------------------------------------------------------------
 
 _ALWAYS = (
-    *("name", "output", "tracking", "checkpoint"),  # the weights do not depend on them
+    *("name", "output", "tracking", "checkpoint"),  # the weights do not depend on these
     *("launch", "trust_remote_code", "training.micro_batch_size", "evaluation.batch_size"),
     *("heads.tree_nodes", "draft.dspark.tree_nodes"),  # used only when the artefact is written
 )

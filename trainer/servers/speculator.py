@@ -74,9 +74,9 @@ def other_readings(draft: DSparkDraft, target: CausalLM) -> Iterator[tuple[str, 
 
 
 def _causal(module: nn.Module, args: Any) -> Any:
-    """Mask the later slots from each slot; their keys come last.
+    """Hide later slots from each slot; their keys come last.
 
-    The batch holds one text, or blocks that are masked from each other.
+    The batch contains one text, or blocks that are masked from each other.
     """
     x, rotary, keys, values, mask = args
     least, slots = torch.finfo(keys.dtype).min, x.shape[1]
@@ -131,7 +131,7 @@ Weights = MedusaHeads | CausalLM | DSparkDraft
 
 
 class SpeculatorName(NamedTuple):
-    """A speculator's kind, its folder or hub id, and the chain length in its spec (None if the spec has none)."""
+    """A speculator's kind, its folder or hub id, and the chain length in its spec (None if it does not set one)."""
 
     kind: str
     path: str
@@ -155,7 +155,10 @@ class Speculator(NamedTuple):
         return self.chain(1).max_positions
 
     def chain_length(self, wanted: int | None) -> int:
-        """Return ``wanted``, but at most what the weights can draft; for None return that maximum (draft model: 4)."""
+        """Return ``wanted``, but at most as many as the weights can draft.
+
+        For None return this maximum (draft model: 4).
+        """
         if isinstance(self.weights, CausalLM):
             return wanted or _DRAFT_TOKENS
         config = self.weights.config
@@ -253,7 +256,7 @@ def _other_tensors(trained: Weights, read: Weights) -> str:
 
 
 def _read_served_draft(folder: Path, target: CausalLM, trusted: bool) -> tuple[CausalLM, bool]:
-    """Load a draft as vLLM and transformers do; also return True if ``tie_word_embeddings`` hides another lm_head."""
+    """Load a draft as vLLM and transformers do, and return True if ``tie_word_embeddings`` hides another lm_head."""
     model = load_model(str(folder), target.dtype, target.device, trusted)
     stored, path = read_object(folder / "config.json", _REMEDY), folder / _WEIGHTS
     embeddings: Any = model.get_input_embeddings()
@@ -273,7 +276,7 @@ def _draft_top_1(draft: CausalLM, text: Sequence[int]) -> Int[Tensor, " position
 
 
 def _dspark_top_1(target: CausalLM, online: OnlineTarget, depths: int) -> _Top1:
-    """Return a function for the top-1 of the first ``depths`` tokens of each block, which both drafts have."""
+    """Return a function for the top-1 of the first ``depths`` tokens of each block; both drafts have so many."""
 
     def top_1(draft: DSparkDraft, text: Sequence[int]) -> Int[Tensor, " labels"]:
         """Draft each token after the text's own tokens."""
