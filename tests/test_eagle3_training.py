@@ -18,7 +18,6 @@ from decoding.drafters.base import DraftRequest, TextStart
 from decoding.drafters.eagle3 import Eagle3State
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
-from decoding.model.cost_curve import measure_costs
 from decoding.model.eagle3 import Eagle3Draft
 from decoding.model.eagle3_config import read_eagle3_config
 from decoding.model.forward import unscaled_embeddings
@@ -231,8 +230,3 @@ def test_a_stored_draft_goes_on_as_it_is_or_is_refused_for_other_sizes(tmp_path:
 def test_recipes_that_an_eagle_3_draft_does_not_fit_are_refused(section: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         DraftSection.model_validate({"eagle3": {}, **section})
-
-
-def test_the_costs_of_a_draft_are_those_of_a_slot(tiny_llama: CausalLM) -> None:
-    found = measure_costs(tiny_llama, range(1, 4), tiny_eagle3(tiny_llama), repeats=1)
-    assert found.draft.keys() == {1} and 0 < found.draft_to(1) < found.draft_to(4)
