@@ -89,6 +89,7 @@ def short_table(report: Report) -> str:
 def tasks_table(report: Report) -> str:
     """Return per setting a table of methods by tasks: speed-up over plain decoding, and tokens per target pass."""
     rows = [{**row, "task": "all"} for row in report["rows"]] + report["tasks"]
+    rows = [row for row in rows if not row["method"].startswith("parallel")]  # a kind of draft that has left
     return _by_column(report, rows, lambda row: str(row["task"]))
 
 
