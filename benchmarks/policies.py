@@ -152,7 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(table)
     worst = {key: min(row[key] for row in rows) for key in ("default_over_plain", "default_over_better")}
     console.print(f"worst cell: {worst}; goal {GOAL} for each")
-    report = {"hardware": hardware(), "versions": versions(), "commit": commit(), "worst": worst, "rows": rows}
+    measured = {"dtype": options.dtype, "set": Path(options.prompts).stem, "max_new_tokens": options.max_new_tokens}
+    report = {"hardware": hardware(), "versions": versions(), "commit": commit(), **measured}
+    report |= {"prompts": len(prompts), "worst": worst, "rows": rows}
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(report, indent=1) + "\n")
 
