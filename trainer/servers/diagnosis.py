@@ -32,7 +32,7 @@ from trainer.servers.acceptance import (
     LoopAcceptance,
     compare_acceptance,
     compare_sampling,
-    difference,
+    distance,
     is_other,
 )
 from trainer.servers.answers import CONTROLS, Completion, CompletionRequest
@@ -302,13 +302,14 @@ def _explained(replay: Replay, draft: Draft, counted: ServerCounts, found: Findi
     for name, other in other_readings(draft, replay.target):
         changed = replace(replay, speculator=replay.speculator._replace(weights=other))
         ours = _loop_acceptance(changed, counted, sampled=True)
-        if (apart := difference(ours, counted.counts)) is not None and not is_other(ours, counted.counts):
-            same.append((apart.value, name))
+        if not is_other(ours, counted.counts):
+            same.append((distance(ours, counted.counts), name))
     if not same:
         return found
-    names, nearest = " or ".join(name for _, name in sorted(same)), min(same)[1]
-    remedy = remedy_of(nearest, _MISREAD.format(names))
-    return replace(found, found=f"{found.found}; the loop reproduces it with {names}", remedy=remedy)
+    nearest, *others = (name for _, name in sorted(same))
+    told = f"{found.found}; the loop reproduces it with {nearest}"
+    told += f", less closely with {' or '.join(others)}" if others else ""
+    return replace(found, found=told, remedy=remedy_of(nearest, _MISREAD.format(nearest)))
 
 
 def _loop_acceptance(replay: Replay, counted: ServerCounts, sampled: bool) -> LoopAcceptance:
