@@ -94,8 +94,8 @@ def of_drafter(text: str, target: Skeleton) -> list[Finding]:
 
 
 def only(findings: list[Finding], check: str, status: str = "problem") -> Finding:
-    """Return the only finding that is not ok, which has a remedy."""
-    (found,) = [finding for finding in findings if finding.status != "ok"]
+    """Return the only finding that is not ok, apart from the layout; it has a remedy."""
+    (found,) = [finding for finding in findings if finding.status != "ok" and finding.check != "layout"]
     assert (found.check, found.status) == (check, status) and found.remedy
     return found
 
@@ -192,16 +192,13 @@ def test_fitting_heads_and_drafts_of_both_kinds_have_nothing_to_note(
     save_dspark(tmp_path / "dspark", target)
     save_dspark(tmp_path / "eagle3", target, tiny=tiny_eagle3)
     specs = [f"heads:{tmp_path}/heads", f"{tmp_path}/heads", f"draft:{draft}", f"dspark:{tmp_path}/dspark"]
-    for text in [
-        *specs,
-        f"eagle3:{tmp_path}/eagle3",
-        f"eagle3-tree:{tmp_path}/eagle3",
-        f"other-tokenizer:{draft}",
-        "lookup",
-    ]:
-        assert fits(of_drafter(text, skeleton)), text
+    specs += [f"eagle3:{tmp_path}/eagle3", f"eagle3-tree:{tmp_path}/eagle3", f"other-tokenizer:{draft}", "lookup"]
+    for text in specs:  # no target of two layers has the layers that every server reads for EAGLE-3
+        found = [each for each in of_drafter(text, skeleton) if "eagle3" not in text or each.check != "layout"]
+        assert fits(found), text
 
 
+DEFAULT_TAPS = {"eagle_aux_hidden_state_layer_ids": None, "num_aux_hidden_states": None}
 SLIDING = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
 
 
@@ -238,14 +235,42 @@ SLIDING = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_at
             "DFlash in speculators' nested form; run as trained by none; vLLM has other causality than in training in "
             "layers 0, so",
         ),
+        (DEFAULT_TAPS, "EAGLE-3 in flat form; run as trained by vLLM, SGLang, llama.cpp"),
+        (
+            {**DEFAULT_TAPS, "norm_before_residual": True},
+            "EAGLE-3 in flat form; run as trained by vLLM, llama.cpp; SGLang",
+        ),
+        (
+            {**DEFAULT_TAPS, "norm_output": True, "fc_norm": True},
+            "EAGLE-3 in flat form; run as trained by vLLM, SGLang; llama.cpp has no fc_norm, so fewer tokens are "
+            "accepted, no norm_output",
+        ),
+        (
+            {**DEFAULT_TAPS, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}},
+            "EAGLE-3 in flat form; run as trained by SGLang, llama.cpp; vLLM has the states one layer before those in",
+        ),
+        (
+            {**DEFAULT_TAPS, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}},
+            "EAGLE-3 in flat form; run as trained by vLLM, llama.cpp; SGLang has the states one layer after those in",
+        ),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [2, 4], "num_aux_hidden_states": 2},
+            "EAGLE-3 in flat form; run as trained by vLLM; SGLang has the states of the default layers, so fewer "
+            "tokens are accepted; llama.cpp has no draft that reads 2 layers",
+        ),
+        (
+            {**DEFAULT_TAPS, "speculators_model_type": "eagle3", "norm_before_residual": True},
+            "EAGLE-3 in speculators' nested form; run as trained by vLLM, llama.cpp; SGLang has no nested config.json",
+        ),
     ],
 )
 def test_the_layout_of_a_draft_and_the_servers_that_run_it_are_said_without_a_target(
     target: Path, tmp_path: Path, changes: dict[str, Any], says: str
 ) -> None:
-    changed(save_dspark(tmp_path / "draft", target), "config.json", **changes)
+    kind, tiny = ("eagle3", tiny_eagle3) if "EAGLE-3" in says else ("dspark", tiny_dspark)
+    changed(save_dspark(tmp_path / "draft", target, tiny=tiny), "config.json", **changes)
     (tmp_path / "draft" / "model.safetensors").unlink()
-    (finding,) = layout_findings(parse_drafter(f"dspark:{tmp_path / 'draft'}"))
+    (finding,) = layout_findings(parse_drafter(f"{kind}:{tmp_path / 'draft'}"))
     assert says in finding.found
     assert finding.status == ("ok" if "trained by vLLM, SGLang, llama.cpp" in finding.found else "note")
 

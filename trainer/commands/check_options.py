@@ -14,7 +14,8 @@ class DiagnoseOptions(shared.ModelOptions):
     """Options of `headstart diagnose`."""
 
     speculator: Annotated[
-        str, Argument(help="heads:PATH, draft:PATH,tokens=4 or dspark:PATH; or the folder of a run or an export.")
+        str,
+        Argument(help="heads:PATH, draft:PATH,tokens=4, dspark:PATH or eagle3:PATH; or the folder of a run or export."),
     ]
     prompts: Annotated[str, Option(metavar="FILE", help=f"{shared.PROMPTS_HELP}; preferably held out.")]
     exported: Annotated[
@@ -78,7 +79,8 @@ class DoctorOptions:
         list[str] | None,
         Option(
             metavar=shared.SPEC,
-            help=f"Drafter to check with the target (a DSpark draft also without one); repeatable; {shared.DRAFTERS}.",
+            help="Drafter to check with the target; a DSpark or EAGLE-3 draft also alone; repeatable; "
+            f"{shared.DRAFTERS}.",
         ),
     ] = None
     dtype: Annotated[

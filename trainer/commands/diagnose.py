@@ -27,7 +27,7 @@ from trainer.terminal.console import say, standard_error, standard_output
 
 _PAGE_SECONDS = 10.0
 _NO_LIMIT = 1 << 30
-_HELD = {"heads": "heads", "dspark": "a DSpark draft", "draft": "a model"}
+_HELD = {"heads": "heads", "dspark": "a DSpark draft", "eagle3": "an EAGLE-3 draft", "draft": "a model"}
 
 
 def run_diagnose(options: DiagnoseOptions, console: Console | None = None) -> bool:

@@ -22,6 +22,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import read_described
 from decoding.model.dspark_config import read_dspark_config
 from decoding.model.eagle3 import read_described as read_eagle3
+from decoding.model.eagle3_config import read_eagle3_config
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.folder import adapted_model, check_model_folder, quantisation
 from decoding.model.gguf_file import source_of
@@ -41,7 +42,7 @@ from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig
 from trainer.doctor.machine import size
 from trainer.export.companions import trained_for
-from trainer.export.server_traps import lost_in_servers
+from trainer.export.server_traps import lost_in_servers, lost_of_eagle3
 
 SMALL = 2e9
 """Models are loaded without being asked if all weights in fp32 have at most this size."""
@@ -206,7 +207,7 @@ def check_drafter(spec: DrafterSpec, target: Skeleton, trusted: bool = False) ->
         bytes_of: list[int] = []
         compare = {"heads": _heads, "dspark draft": _dspark}.get(weights, _eagle3)
         name = "heads" if weights == "heads" else "draft"
-        findings = layout_findings(spec) if weights == "dspark draft" else []
+        findings = [] if weights == "heads" else layout_findings(spec)
         findings += [attempt(name, lambda: compare(str(spec.path), folder, target, bytes_of), _TRAINED_ON_IT)]
         if all_pass(findings):
             findings.append(attempt("origin", lambda: _origin(folder, target, trusted, True), _TRAINED_ON_IT))
@@ -221,26 +222,32 @@ def check_drafter(spec: DrafterSpec, target: Skeleton, trusted: bool = False) ->
 
 
 def layout_findings(spec: DrafterSpec) -> list[Finding]:
-    """Say which layout a DSpark draft has and which servers run it as it was trained, only from its config.json.
+    """Say which layout a DSpark or EAGLE-3 draft has and which servers run it as trained, by its config.json alone.
 
     Raises UserError for other drafters.
     """
-    if weights_of(spec) != "dspark draft" or spec.path is None:
-        raise UserError(f"--drafter {spec} can only be checked with a target: add --target")
+    weights = weights_of(spec)
+    if weights not in ("dspark draft", "eagle3 draft") or spec.path is None:
+        raise UserError(f"--drafter {spec} can only be checked with a target: give --target too")
     folder = local_folder(spec.path, weights=False)
 
     def layout() -> Finding:
-        config, stored = read_dspark_config(folder), read_object(folder / CONFIG_NAME, _COPY)
+        stored = read_object(folder / CONFIG_NAME, _COPY)
+        remedy = "headstart export, with --format dspark or gguf, writes what a server runs as trained, or says why not"
+        if weights == "dspark draft":
+            config = read_dspark_config(folder)
+            kind, lost = "DSpark" if config.markov_rank else "DFlash", lost_in_servers(config, stored)
+        else:
+            kind, lost = "EAGLE-3", lost_of_eagle3(read_eagle3_config(folder), stored)
+            remedy = (
+                "serve it where it runs as trained; all three run drafts in flat form, without flags, of three layers"
+            )
         form = "speculators' nested form" if "speculators_model_type" in stored else "flat form"
-        lost = lost_in_servers(config, stored)
         right = [server for server, problems in lost.items() if not problems]
-        found = (
-            f"{'DSpark' if config.markov_rank else 'DFlash'} in {form}; run as trained by {', '.join(right) or 'none'}"
-        )
+        found = f"{kind} in {form}; run as trained by {', '.join(right) or 'none'}"
         if len(right) == len(lost):
             return ok("layout", found)
         wrong = [f"{server} has {', '.join(problems)}" for server, problems in lost.items() if problems]
-        remedy = "headstart export, with --format dspark or gguf, writes what a server runs as trained, or says why not"
         return note("layout", "; ".join([found, *wrong]), remedy)
 
     return [attempt("layout", layout, _COPY)]

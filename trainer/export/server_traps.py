@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from decoding.errors import UserError
 from decoding.model.dspark_config import DSparkConfig
+from decoding.model.eagle3_config import Eagle3Config
 from decoding.model.vocabulary import OUTPUT_TOKENS_KEY
 from trainer.files.transformers4 import rope_keys
 
@@ -124,6 +125,28 @@ def lost_in_servers(config: DSparkConfig, stored: Mapping[str, Any]) -> dict[str
         llama.append("no states after the last layer")
     if (kind := config.rope_scaling.get("rope_type", "default")) not in ("default", "linear", "yarn"):
         llama.append(f"unscaled rotary embeddings instead of {kind}, so fewer tokens are accepted")
+    return {"vLLM": vllm, "SGLang": sglang, "llama.cpp": llama}
+
+
+def lost_of_eagle3(config: Eagle3Config, stored: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the same as `lost_in_servers` for an EAGLE-3 draft."""
+    ids = (stored.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    fewer = "so fewer tokens are accepted"
+    vllm, sglang, llama = list[str](), list[str](), list[str]()
+    if "speculators_model_type" in stored:
+        sglang.append("no nested config.json")
+    if config.norm_before_residual:
+        sglang.append(f"no norm_before_residual, {fewer}")
+    if "eagle_aux_hidden_state_layer_ids" in config.to_json():
+        sglang.append(f"the states of the default layers, {fewer}")
+    if ids:  # layers' numbers from 0 in ModelOpt; vLLM counts the embedding as 0, and SGLang adds 1
+        served, name = (vllm, "before") if ids[0] == 1 else (sglang, "after")
+        served.append(f"the states one layer {name} those in eagle_config, {fewer}")
+    llama += [f"no {flag}, {fewer}" for flag in ("fc_norm", "norm_output") if getattr(config, flag)]
+    if config.taps != 3:
+        llama.append(f"no draft that reads {config.taps} layers")
+    for lost in (sglang, llama) if "draft_vocab_size" not in stored else ():
+        lost.append("no draft without draft_vocab_size in config.json")
     return {"vLLM": vllm, "SGLang": sglang, "llama.cpp": llama}
 
 

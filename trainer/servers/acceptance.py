@@ -127,6 +127,12 @@ def is_other(ours: LoopAcceptance, server: Counts) -> bool:
     return (found is not None and found.value > found.least) or any(position.real for position in positions)
 
 
+def distance(ours: LoopAcceptance, server: Counts) -> float:
+    """Return how far apart both are, by the shares at all positions, or by the length if the server has no shares."""
+    shares = [abs(position.server - position.ours) for position in compare_positions(ours, server)]
+    return sum(shares) if shares else abs(server.acceptance_length - ours.length)
+
+
 def compare_acceptance(ours: LoopAcceptance, server: Counts, note: str = "") -> Finding:
     """Compare the acceptance by position, or the figures that the server reports instead."""
     figures = figures_of(ours, server)

@@ -18,8 +18,8 @@ from decoding.measure.proof.finding import Finding, ok, problem, undecided
 from decoding.measure.proof.reference import Reference
 from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkDraft
 from decoding.model.dspark_config import is_dspark_folder, read_dspark_config
+from decoding.model.eagle3_config import is_eagle3_folder, read_eagle3_config
 from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import UNREADABLE, check_same_tokenizer, is_heads_folder, load_tokenizer, reason
 from decoding.model.stored import read_object
@@ -32,12 +32,13 @@ from trainer.servers.acceptance import (
     LoopAcceptance,
     compare_acceptance,
     compare_sampling,
-    difference,
+    distance,
     is_other,
 )
 from trainer.servers.answers import CONTROLS, Completion, CompletionRequest
 from trainer.servers.counters import Counts, find_counts
-from trainer.servers.speculator import CAUSAL, TOP_1, Speculator, compare_top_1, misread, other_readings
+from trainer.servers.misreadings import Draft, misread, other_readings, remedy_of
+from trainer.servers.speculator import TOP_1, Speculator, compare_top_1
 from trainer.servers.texts import TEMPLATE, TEXT, HeldOutPrompt, ask_rendered, compare_rendered, compare_texts
 
 ROPE = "target, rope and window settings"
@@ -51,11 +52,19 @@ Difference = tuple[str, str]
 """A difference in words and its remedy."""
 
 
-def kind_of(folder: Path) -> Literal["heads", "dspark", "draft"]:
+def kind_of(folder: Path) -> Literal["heads", "dspark", "eagle3", "draft"]:
     """Return the kind of speculator in a folder."""
     if is_heads_folder(folder):
         return "heads"
+    if is_eagle3_folder(folder):
+        return "eagle3"
     return "dspark" if is_dspark_folder(folder) else "draft"
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    """Return the content of config.json with the settings of its nested config, if there is one."""
+    stored = read_object(folder / "config.json", _REMEDY)
+    return {**(stored.get("text_config") or stored.get("transformer_layer_config") or {}), **stored}
 
 
 def _of(check: str, differences: Sequence[Difference], otherwise: str, **figures: Any) -> Finding:
@@ -69,11 +78,11 @@ def _of(check: str, differences: Sequence[Difference], otherwise: str, **figures
     return problem(check, "; ".join(found for found, _ in differences), remedies, **figures)
 
 
-def compare_settings(target_folder: Path, served: Path, trained: Path, longest: int) -> Finding:
+def compare_settings(target: CausalLM, target_folder: Path, served: Path, trained: Path, longest: int) -> Finding:
     """Compare rope, windows and positions in the configs of target and draft; heads lack these settings.
 
-    ``served`` is the folder that the server reads, ``trained`` the folder that is decoded with here. ``longest`` is the
-    longest text of the replay, in tokens.
+    ``target_folder`` contains the target, ``served`` is the folder that the server reads, ``trained`` the folder that
+    is decoded with here. ``longest`` is the longest text of the replay, in tokens.
     """
     kind, read = kind_of(served), ["the target's"]
     differences: list[Difference] = [*misread_keys(read[0], read_object(target_folder / "config.json", _REMEDY))]
@@ -83,10 +92,10 @@ def compare_settings(target_folder: Path, served: Path, trained: Path, longest: 
         differences += taken_over(str(served))
     if kind != "heads":
         read.append("the draft's")
-        stored = read_object(served / "config.json", _REMEDY)
         if trained != served:
-            differences += _other_settings(served, trained)
-        differences += [*misread_keys("the draft's", stored), *too_few_positions(stored, longest)]
+            differences += _other_settings(target, served, trained)
+        stored = read_object(served / "config.json", _REMEDY)
+        differences += [*misread_keys("the draft's", stored), *too_few_positions(_config_of(served), longest)]
     return _of(ROPE, differences, f"all readers interpret {' and '.join(read)} config alike")
 
 
@@ -99,16 +108,18 @@ def _other_target(target_folder: Path, trained: Path) -> list[Difference]:
     return [(f"the speculator was trained on another target ({wanted}; this one is {found})", remedy)]
 
 
-def _other_settings(served: Path, trained: Path) -> list[Difference]:
+def _other_settings(target: CausalLM, served: Path, trained: Path) -> list[Difference]:
     """Return the settings that differ between served and trained config, as their loaders read them.
 
-    Trees of DSpark drafts are ignored because servers draft chains.
+    Trees of DSpark drafts are ignored because servers draft chains, and the target's depth because no server reads it.
     """
     theirs, ours = dict[str, Any](), dict[str, Any]()
     try:
         for folder, found in ((served, theirs), (trained, ours)):
             if is_dspark_folder(trained):
-                found |= asdict(replace(read_dspark_config(folder), tree=()))
+                found |= asdict(replace(read_dspark_config(folder), tree=(), num_target_layers=None))
+            elif is_eagle3_folder(trained):
+                found |= asdict(read_eagle3_config(folder).for_target(target))
             else:
                 read = AutoConfig.from_pretrained(folder).get_text_config(decoder=True).to_dict()
                 for key in _COMPARED:  # `type` is the older name of `rope_type`
@@ -127,8 +138,8 @@ def compare_vocabularies(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, served: Path, trusted: bool = False
 ) -> Finding:
     """Compare vocabulary size, tokenizer and trimmed lm_head of the served heads or draft with the target."""
-    stored, known = read_object(served / "config.json", _REMEDY), target.vocab_size
-    size = stored.get("vocab_size", (stored.get("text_config") or {}).get("vocab_size"))
+    stored, known = _config_of(served), target.vocab_size
+    size = stored.get("vocab_size")
     differences: list[Difference] = []
     if kind_of(served) != "draft":  # these have no tokenizer
         if size != known:
@@ -233,14 +244,12 @@ def _by_folders(replay: Replay, greedy: Sequence[Sequence[int]]) -> Iterator[Fin
     """Compare the configs, vocabularies and weights in the folders that the server reads."""
     trained, trusted = replay.speculator.named.folder, replay.trust_remote_code
     longest = max(map(len, replay.prompts)) + replay.config.max_new_tokens
-    yield compare_settings(replay.target_folder, replay.served, trained, longest)
+    yield compare_settings(replay.target, replay.target_folder, replay.served, trained, longest)
     yield compare_vocabularies(replay.target, replay.tokenizer, replay.served, trusted)
     texts = [[*prompt, *text] for prompt, text in zip(replay.prompts, greedy, strict=True)][:_TEXTS]
     weights = replay.speculator.weights
     found = compare_top_1(replay.target, weights, replay.served, texts, trusted)
-    if found.status == "ok" and isinstance(weights, DSparkDraft):
-        found = misread(TOP_1, replay.target, weights, texts) or found
-    yield found
+    yield found if found.status != "ok" else misread(TOP_1, replay.target, weights, texts) or found
 
 
 def _ask(
@@ -281,7 +290,7 @@ def _by_counts(replay: Replay, counted: Sequence[ServerCounts]) -> tuple[Finding
     first = undecided(ACCEPTANCE, _NO_COUNTS)
     if greedy is not None:
         first = compare_acceptance(_loop_acceptance(replay, greedy, sampled=True), greedy.counts, greedy.note)
-        if not first.passed and isinstance(replay.speculator.weights, DSparkDraft):
+        if not first.passed and isinstance(replay.speculator.weights, Draft):
             first = _explained(replay, replay.speculator.weights, greedy, first)
     if sampled is None:
         reason = "no counts of sampled texts" if greedy is not None else _NO_COUNTS
@@ -290,28 +299,30 @@ def _by_counts(replay: Replay, counted: Sequence[ServerCounts]) -> tuple[Finding
     return first, compare_sampling(drawn, best, sampled.counts, sampled.temperature, sampled.note)
 
 
-def _explained(replay: Replay, draft: DSparkDraft, counted: ServerCounts, found: Finding) -> Finding:
+def _explained(replay: Replay, draft: Draft, counted: ServerCounts, found: Finding) -> Finding:
     """Add to a finding the misreadings of the draft that reproduce the server's acceptance, nearest first."""
     same = list[tuple[float, str]]()
     for name, other in other_readings(draft, replay.target):
         changed = replace(replay, speculator=replay.speculator._replace(weights=other))
-        ours = _loop_acceptance(changed, counted, sampled=True, batch=1 if name == CAUSAL else _BATCH)
-        if (apart := difference(ours, counted.counts)) is not None and not is_other(ours, counted.counts):
-            same.append((apart.value, name))
+        ours = _loop_acceptance(changed, counted, sampled=True)
+        if not is_other(ours, counted.counts):
+            same.append((distance(ours, counted.counts), name))
     if not same:
         return found
-    names = " or ".join(name for _, name in sorted(same))
-    return replace(found, found=f"{found.found}; the loop reproduces it with {names}", remedy=_MISREAD.format(names))
+    nearest, *others = (name for _, name in sorted(same))
+    told = f"{found.found}; the loop reproduces it with {nearest}"
+    told += f", less closely with {' or '.join(others)}" if others else ""
+    return replace(found, found=told, remedy=remedy_of(nearest, _MISREAD.format(nearest)))
 
 
-def _loop_acceptance(replay: Replay, counted: ServerCounts, sampled: bool, batch: int = _BATCH) -> LoopAcceptance:
+def _loop_acceptance(replay: Replay, counted: ServerCounts, sampled: bool) -> LoopAcceptance:
     """Decode the prompts in the real loop. The chain is as long as the server's, else as the spec says."""
     counts = counted.counts
     per_draft = round(counts.drafted / counts.drafts) if counts.drafts and counts.drafted else None
     tokens = replay.speculator.chain_length(counts.tokens or replay.speculator.named.tokens or per_draft)
     config = replace(replay.config, sampling=SamplingConfig(temperature=counted.temperature))
     drafter = replay.speculator.chain(tokens, sampled)
-    found = acceptance(count_steps(replay.target, drafter, replay.prompts, config, batch))
+    found = acceptance(count_steps(replay.target, drafter, replay.prompts, config, _BATCH))
     if not found.passes:
         raise UserError("every text ended after its first token; pass prompts with longer answers")
     return LoopAcceptance(found, tokens, len(replay.prompts))

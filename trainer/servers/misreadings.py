@@ -1,0 +1,241 @@
+"""Common misreadings of a draft's folder, which make it draft badly here or in a server, and how to find them.
+
+A misreading is found if the target's own texts fit the draft better when it is read that way.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from decoding.errors import UserError
+from decoding.measure.proof.finding import Finding, problem
+from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark import DSpark, DSparkDraft
+from decoding.model.dspark_config import DSparkConfig
+from decoding.model.eagle3 import Eagle3Draft
+from decoding.model.eagle3_config import Eagle3Config
+from decoding.model.forward import unscaled_embeddings
+from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.model.vocabulary import over_vocabulary
+from trainer.data.batch import Example, collate
+from trainer.drafts.dspark import block_logits
+from trainer.export.readback import heads_logits
+from trainer.target.loading import OnlineTarget
+
+Weights = MedusaHeads | CausalLM | DSparkDraft | Eagle3Draft
+Draft = DSparkDraft | Eagle3Draft
+Predictions = Iterator[tuple[int, Int[Tensor, " labels"], Float[Tensor, "labels vocab"]]]
+"""For each depth (from 0): tokens of a text, and the logits that predict them."""
+
+_TOKENS = 4
+"""Tokens at a time that are compared if the weights draft any number."""
+_Z = 4.0
+"""Standard errors beyond which a misreading fits better; several are tried."""
+_THETAS = (1e4, 5e5, 1e6)
+_ROTARY = ("default", "linear", "llama3", "yarn")
+_PARTS: Mapping[str, tuple[str, nn.Module | None]] = {
+    "no Markov bias": ("markov", None),
+    "no norm_before_fc": ("input_norm", None),
+    "no fc_norm": ("fc_norm", nn.ModuleList()),
+}
+"""Misreading -> the part that it leaves out, and what takes its place."""
+FP16, _FP32 = "fp16 arithmetic", "fp32 arithmetic"
+
+
+def depths_of(weights: Weights) -> int | None:
+    """Return the number of tokens that the weights draft at a time, None for any number."""
+    if isinstance(weights, CausalLM | Eagle3Draft):
+        return None
+    config = weights.config
+    return config.num_heads if isinstance(config, MedusaConfig) else config.block_size
+
+
+@torch.inference_mode()
+def guesses(
+    weights: Weights, target: CausalLM, texts: Sequence[Sequence[int]]
+) -> tuple[Int[Tensor, " places"], Int[Tensor, " places"]]:
+    """Return tokens of the texts, each once for every depth at which the weights draft it, and what they draft there.
+
+    Raises UserError for a target whose states cannot be read.
+    """
+    online = OnlineTarget(target) if isinstance(weights, DSparkDraft | Eagle3Draft) else None
+    predicted = (each for text in texts for each in _predicted(weights, target, online, text))
+    labels, tokens = zip(*((labels, logits.argmax(-1)) for _, labels, logits in predicted), strict=True)
+    return torch.cat(labels), torch.cat(tokens)
+
+
+def _predicted(weights: Weights, target: CausalLM, online: OnlineTarget | None, text: Sequence[int]) -> Predictions:
+    """Draft after each token of a text, given the text's own tokens."""
+    tokens = torch.tensor(list(text), device=target.device)
+    if isinstance(weights, CausalLM):
+        logits = weights.model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+        yield 0, tokens[1:], over_vocabulary(logits, weights.output_tokens, target.vocab_size)
+    elif isinstance(weights, MedusaHeads):
+        count = len(text) - weights.config.num_heads - 1
+        for head, logits in enumerate(heads_logits(weights, target, text, len(text))):
+            yield head, tokens[head + 2 :][:count], logits[:count]
+    elif online is not None and isinstance(weights, DSparkDraft):
+        yield from block_logits(DSpark(weights, target), online, text, 1)
+    elif online is not None and isinstance(weights, Eagle3Draft):
+        yield from continued_logits(weights, target, online, text)
+
+
+def continued_logits(draft: Eagle3Draft, target: CausalLM, online: OnlineTarget, text: Sequence[int]) -> Predictions:
+    """Yield an EAGLE-3 draft's logits for `_TOKENS` depths, each time with the text's own tokens as drafted ones.
+
+    Slots of a depth attend to those of depth 0 up to their own, and to their own at the depths between.
+    """
+    batch = collate([Example(text, [True] * len(text), 1)]).to(target.device)
+    _, states = online.tapped(batch, draft.config.target_layer_ids)
+    embedded, first = unscaled_embeddings(target.model, batch.tokens), len(text) - 2
+    keys, values, visible = list[Tensor](), list[Tensor](), list[Tensor]()
+
+    def held(*fresh: Tensor) -> tuple[Tensor, Tensor]:
+        for parts, new in zip((keys, values), fresh, strict=True):
+            parts.append(new)
+        return torch.cat(keys, 2), torch.cat(values, 2)
+
+    continued = draft.fused(states)
+    for depth in range(min(_TOKENS, first)):
+        count = first - depth
+        own = torch.eye(count, dtype=torch.bool, device=target.device)
+        visible = [each[:count] for each in visible] + [own if depth else torch.ones_like(own).tril()]
+        ran = draft(
+            embedded[:, 1 + depth :][:, :count],
+            continued[:, :count],
+            torch.arange(depth, first, device=target.device)[None],
+            held,
+            torch.cat(visible, 1)[None, None],
+        )
+        continued, logits = draft.recycled(ran), draft.logits(ran)[0]
+        yield depth, batch.tokens[0, 2 + depth :], over_vocabulary(logits, draft.output_tokens, target.vocab_size)
+
+
+# --- misreadings ------------------------------------------------------------------------------------------------------
+
+
+def other_readings(draft: Draft, target: CausalLM) -> Iterator[tuple[str, Draft]]:
+    """Yield the copies of a draft that common misreadings produce, each with the name of its misreading."""
+    config = draft.config
+    for name, change in {**_other_configs(config), **_other_ropes(config, target)}.items():
+        try:
+            yield name, _with_config(draft, target, **change)
+        except UserError:  # the layer does not exist, or a DFlash draft cannot be read that way
+            continue
+    decoder: Any = target.model.get_decoder()
+    if norms := [module for module in decoder.children() if "norm" in type(module).__name__.lower()]:
+        changed = copy.deepcopy(draft)
+        for reader in _readers(changed):
+            reader.register_forward_pre_hook(
+                lambda module, args: norms[-1](args[0].unflatten(-1, (-1, config.hidden_size))).flatten(-2)
+            )
+        yield "taps behind the final norm", changed
+    for name, (part, empty) in _PARTS.items():
+        if getattr(draft, part, None):
+            changed = copy.deepcopy(draft)
+            setattr(changed, part, empty)
+            yield name, changed
+    if config.draft_vocab_size not in (None, config.vocab_size):
+        counted = torch.arange(len(draft.d2t), device=draft.d2t.device)
+        for name, d2t in (("no d2t", 0 * counted), ("d2t as token ids", draft.d2t - counted)):
+            changed = copy.deepcopy(draft)
+            changed.d2t.copy_(d2t)
+            yield name, changed
+    half = draft.fc.weight.dtype == torch.float16
+    changed = copy.deepcopy(draft)
+    yield (_FP32, changed.float()) if half else (FP16, changed.half())
+
+
+def _other_configs(config: DSparkConfig | Eagle3Config) -> dict[str, dict[str, Any]]:
+    """Return changes of settings that some program ignores, or reads in another way, by the name of the misreading."""
+    changes: dict[str, dict[str, Any]] = {
+        f"taps one layer {name}": {"target_layer_ids": tuple(tap + step for tap in config.target_layer_ids)}
+        for name, step in (("lower", -1), ("higher", 1))
+    }
+    if isinstance(config, Eagle3Config):
+        flags = {"norm_before_residual": config.norm_before_residual, "norm_output": config.norm_output}
+    else:
+        flags = {"sample_from_anchor": config.sample_from_anchor}
+        causal = {sight.causal for sight in config.sights}
+        names = {True: "a causal block", False: "a bidirectional block"}
+        changes |= {name: {"is_causal": each} for each, name in names.items() if causal != {each}}
+    return {**changes, **{f"{name} the other way": {name: not value} for name, value in flags.items()}}
+
+
+def _other_ropes(config: DSparkConfig | Eagle3Config, target: CausalLM) -> dict[str, dict[str, Any]]:
+    """Return changes of the rotary embeddings, by the name of the misreading."""
+    own: Mapping[str, Any]
+    if isinstance(config, Eagle3Config):
+        own = config.rope_parameters
+    else:
+        own = {"rope_type": "default", **config.rope_scaling, "rope_theta": config.rope_theta}
+    of_target = target.model.config.get_text_config(decoder=True).to_dict().get("rope_parameters") or {}
+    readable = of_target.get("rope_type") in _ROTARY and of_target.get("partial_rotary_factor") in (None, 1)
+    ropes: dict[str, Mapping[str, Any]] = {f"rope_theta {theta:g}": {**own, "rope_theta": theta} for theta in _THETAS}
+    ropes["unscaled rotary embeddings"] = {"rope_theta": own["rope_theta"], "rope_type": "default"}
+    ropes["the target's rotary embeddings"] = of_target if readable else own
+    found = {name: dict(rope) for name, rope in ropes.items() if rope != own}
+    if isinstance(config, Eagle3Config):
+        return {name: {"rope_parameters": rope} for name, rope in found.items()}
+    return {
+        name: {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {} if rope["rope_type"] == "default" else rope}
+        for name, rope in found.items()
+    }
+
+
+def _with_config(draft: Draft, target: CausalLM, **changes: Any) -> Draft:
+    """Return a copy of a draft with other settings; raise UserError if the target does not fit these."""
+    other: Draft
+    if isinstance(draft, DSparkDraft):
+        config = replace(draft.config, **changes)
+        config.check_fits(target)
+        other = DSparkDraft(config)
+    else:
+        other = Eagle3Draft(replace(draft.config, **changes).for_target(target))
+    other.load_state_dict(draft.state_dict())
+    return other.to(draft.fc.weight).requires_grad_(False).eval()
+
+
+def _readers(draft: Draft) -> Sequence[nn.Module]:
+    """Return the modules that read the target's states first."""
+    if isinstance(draft, Eagle3Draft) and (draft.input_norm is not None or len(draft.fc_norm)):
+        return list(draft.fc_norm) if draft.input_norm is None else [draft.input_norm]
+    return [draft.fc]
+
+
+def remedy_of(name: str, otherwise: str) -> str:
+    """Return the remedy of a misreading; ``otherwise`` is that of a config that is read in another way."""
+    return (
+        "serve the draft in bf16 or fp32: its states exceed the range of fp16" if name in (FP16, _FP32) else otherwise
+    )
+
+
+def misread(check: str, target: CausalLM, weights: Weights, texts: Sequence[Sequence[int]]) -> Finding | None:
+    """Return a problem if the target's texts fit a misreading of weights better, or do not fit the weights at all.
+
+    Draft models are not checked, as they do not read the target.
+    """
+    if isinstance(weights, CausalLM):
+        return None
+    labels, tokens = guesses(weights, target, texts)
+    hits, most_frequent, found = labels == tokens, int(labels.bincount().max()), dict[str, float]()
+    told = f"its top-1 is right for {hits.float().mean():.1%} of {len(labels):,} tokens of the target's texts"
+    for name, other in () if isinstance(weights, MedusaHeads) else other_readings(weights, target):
+        theirs = labels == guesses(other, target, texts)[1]
+        better, worse = int((theirs & ~hits).sum()), int((hits & ~theirs).sum())
+        if better - worse > _Z * (better + worse) ** 0.5 and int(theirs.sum()) > most_frequent:  # McNemar's test
+            found[name] = float(theirs.float().mean())
+    if found:
+        best = max(found, key=lambda name: found[name])
+        remedy = f"it was trained with {best}: write that in its config.json, or train it as its config says"
+        return problem(check, f"{told}, but {found[best]:.1%} with {best}", remedy_of(best, remedy))
+    if int(hits.sum()) <= most_frequent:
+        remedy = "pass the target that it was trained on, or train it on this one"
+        told += ", no better than the most frequent token: it fits another target, or its tokens have another order"
+        return problem(check, told, remedy)
+    return None
