@@ -81,7 +81,9 @@ def stepped(draft: Eagle3Draft, target: CausalLM, text: list[int], anchor: int, 
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("form", [{}, {"writes": (0, 2, 3, 5, 7, 11), **FLAGS}, {"fc_norm": True}])
+@pytest.mark.parametrize(
+    "form", [{}, {"writes": (0, 2, 3, 5, 7, 11), **FLAGS}, {"fc_norm": True, "qk_norm": True}, {"sliding_window": 2}]
+)
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_step_of_training_has_the_logits_of_the_decoders_step_along_the_same_tokens(
     form: dict[str, Any], packed: bool

@@ -140,16 +140,18 @@ def run_chains(
 
     documents, positions = batch.documents[:, :-1], batch.positions()[:, :-1]
     place, slots = torch.arange(documents.shape[1], device=anchors.device), (anchors - 1).clamp(min=0)
-    apart = None
-    if batch.packed:
-        apart = ((documents[:, None] == documents[..., None]) & (place <= place[:, None]))[:, None]
+    window, apart = draft.config.sliding_window or 1 << 30, None
+    if batch.packed or window < len(place):
+        before = place[:, None] - place
+        apart = ((documents[:, None] == documents[..., None]) & (before >= 0) & (before < window))[:, None]
     state = _at(draft(embedded[:, 1:], draft.fused(states[:, :-1]), positions, held, apart), slots)
     sees_text = (place <= slots[..., None]) & (documents[:, None] == documents.gather(1, slots)[..., None])
     chain = torch.eye(anchors.shape[1], dtype=torch.bool, device=anchors.device).expand(len(anchors), -1, -1)
     first, found = positions.gather(1, slots), [state]
     for step in range(1, steps):
         tokens = _at(embedded, (anchors + step).clamp(max=embedded.shape[1] - 1))
-        mask = torch.cat((sees_text, *[chain] * step), 2)[:, None]
+        near = sees_text & ((slots + step)[..., None] - place < window)
+        mask = torch.cat((near, *(chain & (step - key < window) for key in range(1, step + 1))), 2)[:, None]
         state = draft(tokens, draft.recycled(state), first + step, held, mask)
         found.append(state)
     return torch.stack(found, 2).flatten(1, 2)
