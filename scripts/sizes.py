@@ -20,9 +20,9 @@ from rich.table import Table
 from trainer.cli import app
 
 BOUNDS = {
-    "product": 26_850,
-    "tests": 27_050,
-    "benchmarks and scripts": 4_000,
+    "product": 27_150,
+    "tests": 27_900,
+    "benchmarks and scripts": 4_010,
     "words of README and docs": 26_000,
     "commands": 15,
     "options of all commands": 175,
