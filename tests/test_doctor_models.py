@@ -262,6 +262,11 @@ SLIDING = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_at
             {**DEFAULT_TAPS, "speculators_model_type": "eagle3", "norm_before_residual": True},
             "EAGLE-3 in speculators' nested form; run as trained by vLLM, llama.cpp; SGLang has no nested config.json",
         ),
+        (
+            {**DEFAULT_TAPS, "speculators_model_type": "eagle3"},
+            "EAGLE-3 in speculators' nested form; run as trained by llama.cpp; vLLM has norm_before_residual true where "
+            "config.json lacks it, so fewer tokens are accepted; SGLang has no nested config.json",
+        ),
     ],
 )
 def test_the_layout_of_a_draft_and_the_servers_that_run_it_are_said_without_a_target(

@@ -423,7 +423,7 @@ MUTANTS: dict[str, tuple[str, Plant, str]] = {
     "nested without norm_before_residual": (
         "eagle3",
         served(nested, without("norm_before_residual")),
-        "norm_before_residual is missing, for which servers have different defaults",
+        "norm_before_residual False, but was trained with True",
     ),
     "fewer tokens without their map": (
         "eagle3",

@@ -135,6 +135,11 @@ def lost_of_eagle3(config: Eagle3Config, stored: Mapping[str, Any]) -> dict[str,
     vllm, sglang, llama = list[str](), list[str](), list[str]()
     if "speculators_model_type" in stored:
         sglang.append("no nested config.json")
+        if "norm_before_residual" not in stored:  # speculators' default is false
+            vllm.append(f"norm_before_residual true where config.json lacks it, {fewer}")
+    for lost in (sglang, llama):
+        lost += [f"no window, {fewer}"] if config.sliding_window else []
+        lost += ["no norms of queries and keys"] if config.qk_norm else []
     if config.norm_before_residual:
         sglang.append(f"no norm_before_residual, {fewer}")
     if "eagle_aux_hidden_state_layer_ids" in config.to_json():
