@@ -264,8 +264,8 @@ SLIDING = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_at
         ),
         (
             {**DEFAULT_TAPS, "speculators_model_type": "eagle3"},
-            "EAGLE-3 in speculators' nested form; run as trained by llama.cpp; vLLM has norm_before_residual true where "
-            "config.json lacks it, so fewer tokens are accepted; SGLang has no nested config.json",
+            "EAGLE-3 in speculators' nested form; run as trained by llama.cpp; vLLM has norm_before_residual true "
+            "where config.json lacks it, so fewer tokens are accepted; SGLang has no nested config.json",
         ),
     ],
 )
