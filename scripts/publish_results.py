@@ -13,7 +13,6 @@ from typing import Any
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure as Picture
 
-from decoding.measure import results
 from decoding.measure.figures import NONE, caption, estimate, number, settings
 from decoding.measure.markdown import one_line, text
 from decoding.measure.report.curves import draw_speedups
@@ -89,7 +88,6 @@ def short_table(report: Report) -> str:
 def tasks_table(report: Report) -> str:
     """Return per setting a table of methods by tasks: speed-up over plain decoding, and tokens per target pass."""
     rows = [{**row, "task": "all"} for row in report["rows"]] + report["tasks"]
-    rows = [row for row in rows if not row["method"].startswith("parallel")]  # a kind of draft that has left
     return _by_column(report, rows, lambda row: str(row["task"]))
 
 
@@ -278,8 +276,9 @@ def _by_place(report: Report, cell: Callable[[Report], str], needed: str) -> str
 
 
 @styled
-def crossover_figure(report: results.Report) -> Picture:
+def crossover_figure(measured: Report) -> Picture:
     """Draw the speed-up over the batch size, with a panel per setting and context, for the docs."""
+    report = report_from_json(measured)
     contexts = list(dict.fromkeys(row.context for row in report.cells))
     places = [(setting, context) for setting in settings(report) for context in contexts]
     figure = Picture(figsize=(1.2 + 2.9 * len(places), 3.9), layout="constrained")
@@ -341,10 +340,7 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "smollm2": {"README.md": (("headline", headline),), RESULTS: (("smollm2", short_table),)},
 }
 """Name of a report -> page -> its marked blocks, each with the function that writes it."""
-PICTURES: dict[str, Callable[[Report], Picture]] = {
-    "crossover": lambda report: crossover_figure(report_from_json(report)),
-    "policies": policies_figure,
-}
+PICTURES: dict[str, Callable[[Report], Picture]] = {"crossover": crossover_figure, "policies": policies_figure}
 MAKER = "scripts/publish_results.py"
 
 
@@ -365,6 +361,9 @@ def renewed(page: str, name: str, content: str, maker: str = MAKER) -> str:
 def main(source: str, name: str) -> None:
     """Copy the report; renew its blocks in the pages and its picture."""
     report = json.loads(Path(source).read_text())
+    for part in ("rows", "grid", "tasks"):  # "parallel" was a kind of draft that has left
+        if part in report:
+            report[part] = [row for row in report[part] if not row.get("method", "").startswith("parallel")]
     pages = {}
     for place, blocks in PLACES.get(name, {}).items():
         pages[place] = (ROOT / place).read_text()

@@ -232,3 +232,15 @@ def test_a_stored_draft_goes_on_as_it_is_or_is_refused_for_other_sizes(tmp_path:
 def test_recipes_that_an_eagle_3_draft_does_not_fit_are_refused(section: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         DraftSection.model_validate({"eagle3": {}, **section})
+
+
+@pytest.mark.parametrize("layers", [8, 9])
+def test_layers_that_are_the_default_ones_of_another_depth_are_still_those_of_the_draft(
+    tmp_path: Path, layers: int
+) -> None:
+    """Layers 1, 3 and 4 are the default ones of eight layers."""
+    target = CausalLM(tiny_model(num_hidden_layers=layers))
+    section = eagle3_section(taps=(1, 3, 4))
+    Eagle3Objective(target, initial_eagle3(target, tiny_tokenizer(), section, TEXTS), section, 0).save(tmp_path)
+    assert ("num_aux_hidden_states" in json.loads((tmp_path / "config.json").read_text())) == (layers == 9)
+    assert read_eagle3_config(tmp_path).for_target(target).target_layer_ids == (1, 3, 4)

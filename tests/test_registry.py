@@ -28,6 +28,7 @@ from decoding.drafters.registry import REGISTRY, DrafterLoader, named_drafter, p
 from decoding.drafters.spec import all_paths
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.rules.sampling import SamplingConfig
 from trainer.commands.models import published_specs
 
 SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
@@ -192,5 +193,7 @@ def test_weights_in_memory_make_the_same_drafters(target: CausalLM) -> None:
         named_drafter("lookahead", ngram=1)
     with pytest.raises(ValueError, match="no drafter is called 'drafts'"):
         named_drafter("drafts", draft)
+    with pytest.raises(ValueError, match="draws its tokens, so it cannot be a hybrid's lookup: use prompt lookup"):
+        HybridDrafter(DraftModelDrafter(draft), DraftModelDrafter(smaller)).kinds(SamplingConfig(1.0))
     with pytest.raises(ValueError, match="write of=NAME with one of heads, draft, draft-tree"):
         named_drafter("hybrid", draft, lookup_tokens=3)

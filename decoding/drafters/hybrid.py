@@ -55,6 +55,10 @@ class HybridDrafter(Drafter):
         self.max_positions = first.max_positions
         self.taps = first.taps
         longer = max(len(first.budgets), len(lookup.budgets))
+        if lookup.taps:
+            raise UserError(
+                f"{lookup.name} reads the target's states, and a hybrid's lookup gets none: use prompt lookup"
+            )
         self._pairs = [
             (first.budgets[min(k, len(first.budgets) - 1)], lookup.budgets[min(k, len(lookup.budgets) - 1)])
             for k in range(longer)
@@ -68,6 +72,10 @@ class HybridDrafter(Drafter):
         return first_nodes, max_nodes - first_nodes + 1
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
+        if self.lookup.kinds(sampling) != {ProposalKind.DETERMINISTIC}:  # its drawn tokens would lose their q
+            raise UserError(
+                f"{self.lookup.name} draws its tokens, so it cannot be a hybrid's lookup: use prompt lookup"
+            )
         first = self.first.kinds(sampling)
         return first | {ProposalKind.DETERMINISTIC, *map(_with_lookup, first)}
 

@@ -164,9 +164,14 @@ class Eagle3Config:
         return {"eagle_aux_hidden_state_layer_ids": [at + 1 for at in layers], "num_aux_hidden_states": len(layers)}
 
 
+def usual_layers(count: int) -> tuple[int, int, int]:
+    """Return the same as `default_layers`, also for a target that has too few layers for them."""
+    return (1, count // 2 - 1, count - 4)
+
+
 def default_layers(count: int) -> tuple[int, ...]:
     """Return the layers (from 0) of a target of ``count`` layers after which drafts read states by default."""
-    layers = (1, count // 2 - 1, count - 4)
+    layers = usual_layers(count)
     if list(layers) != sorted(set(layers)):
         raise UserError(
             f"this draft reads the default layers, but a target of {count} layers has too few for them: name the "
@@ -177,8 +182,7 @@ def default_layers(count: int) -> tuple[int, ...]:
 
 def _is_default(layers: Sequence[int]) -> bool:
     """Return True if these layers are the default ones of some target."""
-    last = layers[-1]
-    return tuple(layers) == (1, (last + 4) // 2 - 1, last)
+    return tuple(layers) == usual_layers(layers[-1] + 4)
 
 
 def is_eagle3_folder(folder: Path) -> bool:

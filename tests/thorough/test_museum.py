@@ -468,7 +468,7 @@ MUTANTS: dict[str, tuple[str, Plant, str]] = {
         written(with_config(eagle_aux_hidden_state_layer_ids=[3, 5, 6])),
         "% with taps one layer lower",
     ),
-    "taps after the final norm": ("post-norm eagle3", written(), "% with taps behind the final norm"),
+    "taps after the final norm": ("post-norm eagle3", written(), "% with taps after the final norm"),
     "norm_output that was not trained": (
         "eagle3",
         written(with_config(norm_output=True)),
@@ -497,7 +497,7 @@ MUTANTS: dict[str, tuple[str, Plant, str]] = {
     "heads of another order": (
         "heads",
         written(*[rolled(f"heads.{head}.lm_head.weight") for head in range(3)]),
-        "no better than the most frequent token: .* its tokens have another order",
+        "worse than the most frequent token: .* its tokens have another order",
     ),
     "another target": ("eagle3", other_target(quantised=False), "the speculator was trained on another target"),
     "another quantisation of the target": (
@@ -509,7 +509,7 @@ MUTANTS: dict[str, tuple[str, Plant, str]] = {
     "post-norm taps in the server": (
         "dspark",
         lambda museum, of, folder: {"drafter": PostNormDrafter(museum.drafts[of])},
-        MISREAD + "taps behind the final norm",
+        MISREAD + "taps after the final norm",
     ),
     "taps one lower in the server": (
         "dspark",
@@ -583,7 +583,7 @@ def test_another_target_is_named_by_its_texts(museum: Museum, tmp_path: Path) ->
     (folder / "provenance.json").unlink()
     changes = other_target(quantised=False)(museum, "dspark", tmp_path / "other")
     first, printed = diagnosed(museum, "dspark", speculator=f"dspark:{folder}", **changes)
-    assert "no better than the most frequent token: it fits another target" in first, printed
+    assert "worse than the most frequent token: it fits another target" in first, printed
 
 
 def test_a_folder_of_another_kind_is_refused_before_anything_is_compared(museum: Museum) -> None:

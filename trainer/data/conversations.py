@@ -237,9 +237,9 @@ def read_conversations(
     ``stream`` replaces the rows of the file. ``on_bad`` is called for each row that is not a prompt; such rows are
     skipped. ``unread`` counts rows by each column that is neither read nor known as metadata.
 
-    The prompt's field is found as in `decoding.prompts.read_prompts`. A row with several turns, or with messages
-    separated by the assistant's, becomes a conversation of several turns. Such a conversation requires ``chat``. Raises
-    UserError for a file without prompts and, without ``on_bad``, for a row that is not a prompt.
+    The prompt's field is found as in `decoding.measure.questions.read_prompts`. A row with several turns, or with
+    messages separated by the assistant's, becomes a conversation of several turns. Such a conversation requires
+    ``chat``. Raises UserError for a file without prompts and, without ``on_bad``, for a row that is not a prompt.
     """
     count = 0
     for number, row in read_rows(path) if stream is None else enumerate(map(without_nulls, stream), start=1):

@@ -240,7 +240,8 @@ def layout_findings(spec: DrafterSpec) -> list[Finding]:
         else:
             kind, lost = "EAGLE-3", lost_of_eagle3(read_eagle3_config(folder), stored)
             remedy = (
-                "serve it where it runs as trained; all three run drafts in flat form, without flags, of three layers"
+                "headstart export --format eagle3 writes the flat form; all three servers run a plain Llama layer that "
+                "reads the default three layers, without flags or a window"
             )
         form = "speculators' nested form" if "speculators_model_type" in stored else "flat form"
         right = [server for server, problems in lost.items() if not problems]

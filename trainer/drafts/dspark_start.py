@@ -123,6 +123,8 @@ def dspark_config(
 
 def check_taps(name: str, taps: Sequence[int], target: CausalLM) -> None:
     """Raise UserError for taps, set by the recipe's ``name``, that servers cannot read."""
+    if list(taps) != sorted(set(taps)):
+        raise UserError(f"{name} is {list(taps)}: use increasing layers")
     if max(taps) > target.num_layers - 2:
         raise UserError(
             f"{name} is {list(taps)}, but SGLang and llama.cpp cannot read the last layer: use layers from 0 to "

@@ -12,6 +12,7 @@ at most (steps - 1) x anchors columns beside the text's.
 """
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,9 +28,10 @@ from decoding.drafters import Drafter
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.eagle3 import Eagle3Draft
-from decoding.model.eagle3_config import Eagle3Config, default_layers
+from decoding.model.eagle3_config import Eagle3Config, default_layers, usual_layers
 from decoding.model.forward import unscaled_embeddings
 from decoding.model.loading import load_eagle3
+from decoding.model.stored import CONFIG_NAME
 from trainer.data.batch import Batch, Example, flat_rows
 from trainer.drafts.distill import drafter_of
 from trainer.drafts.dspark import Blocks, DSparkAhead, Labels, labels_of, sample_blocks
@@ -98,7 +100,7 @@ def _stored_draft(target: CausalLM, name: str, of_draft: DraftSection) -> Eagle3
     for key, wanted, found in (
         ("eagle3.taps", section.taps, config.target_layer_ids),
         ("eagle3.intermediate_size", section.intermediate_size, config.intermediate_size),
-        ("vocabulary", of_draft.vocabulary, config.draft_vocab_size),
+        ("vocabulary", min(of_draft.vocabulary or config.draft_vocab_size, target.vocab_size), config.draft_vocab_size),
     ):
         if wanted not in (None, found):
             raise UserError(
@@ -252,4 +254,9 @@ class Eagle3Objective:
         """Do nothing: an EAGLE-3 draft stores no tree."""
 
     def save(self, folder: Path) -> None:
-        self.writing_draft().save_pretrained(folder)
+        draft, path = self.writing_draft(), folder / CONFIG_NAME
+        draft.save_pretrained(folder)
+        if draft.config.target_layer_ids != usual_layers(self._target.num_layers):
+            # The folder would not name them if they were the default layers of a target of another depth.
+            content = json.loads(path.read_text()) | draft.config.named_layers()
+            path.write_text(json.dumps(content, indent=2) + "\n")

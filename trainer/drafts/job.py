@@ -57,6 +57,13 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
     say_coverage(process, "the draft", examples, None if whole else initial.output_tokens)
     identity = _identity(recipe, target, dataset, heldout, initial)
     if not isinstance(initial, InitialDraft):
+        if (size := initial.config.head_dim) not in GPU_HEAD_DIMS:
+            process.say(f"warning: the draft's attention heads are {size} wide; on GPUs vLLM and SGLang need 64 or 128")
+        kind = rotary_of(target.model).get("rope_type", "default")
+        if kind not in ("default", *SCALED, *(["llama3"] if section.eagle3 else [])):
+            process.say(
+                f"the draft's rotary embeddings are not scaled like the target's ({kind}), for llama.cpp's sake"
+            )
         taps, seed = initial.config.target_layer_ids, recipe.training.seed
         states = OnlineTarget(target.model)
         if recipe.features is not None:
@@ -94,10 +101,6 @@ def _dspark(
     process.say(f"the draft reads the target's layers {layers}; its mask is {name}")
     if (nodes := dspark.tree_nodes) and recipe.evaluation.prompts:
         process.say(f"evaluations draft chains, as servers do; the finished draft uses a tree of {nodes} here")
-    if (size := initial.config.head_dim) not in GPU_HEAD_DIMS:
-        process.say(f"warning: the draft's attention heads are {size} wide; on GPUs vLLM and SGLang need 64 or 128")
-    if (kind := rotary_of(target.model).get("rope_type", "default")) not in ("default", *SCALED):
-        process.say(f"the draft's rotary embeddings are not scaled like the target's ({kind}), for llama.cpp's sake")
     return initial
 
 

@@ -160,7 +160,7 @@ def _vllm(serving: Serving) -> ServerCommand:
     if artefact.method == "dspark":
         notes.append("not tried: vLLM 0.32 and later support this only on GPUs, with the V2 model runner")
     else:
-        notes.append(_TRIED)
+        notes.append("not tried with an EAGLE-3 draft" if artefact.eagle3 else _TRIED)
         warnings.append(_SAMPLES_WRONGLY)
     if artefact.at_once and artefact.format == NESTED:
         lost = traps.lost_in_servers(read_dspark_config(serving.folder), serving.config)["vLLM"]

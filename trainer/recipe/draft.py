@@ -258,7 +258,7 @@ class DraftRecipe(CommonRecipe):
         return self.model_copy(update={"draft": draft, "features": None})
 
     @model_validator(mode="after")
-    def _features_are_those_of_a_dspark_drafts_data(self) -> "DraftRecipe":
+    def _features_are_those_of_the_data_of_a_draft_over_states(self) -> "DraftRecipe":
         if self.features is None:
             return self
         if self.draft.over_states is None:

@@ -110,8 +110,8 @@ class Log:
     def step(self, progress: Progress, figures: dict[str, float], times: StepTimes | None) -> None:
         """Log a step's figures; if its time is known, also its speed and the target's share of the time.
 
-        For tokens per second, each trained token of the texts counts once, however many predictions heads or a DSpark
-        draft make at it.
+        For tokens per second, each trained token of the texts counts once, however many predictions heads or a draft
+        make at it.
         """
         tokens, self._tokens = progress.tokens - self._tokens, progress.tokens
         note = f"loss {figures['loss']:.3f}"

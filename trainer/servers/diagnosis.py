@@ -289,8 +289,9 @@ def _by_counts(replay: Replay, counted: Sequence[ServerCounts]) -> tuple[Finding
     sampled = next((each for each in counted if each.temperature > 0), None)
     first = undecided(ACCEPTANCE, _NO_COUNTS)
     if greedy is not None:
-        first = compare_acceptance(_loop_acceptance(replay, greedy, sampled=True), greedy.counts, greedy.note)
-        if not first.passed and isinstance(replay.speculator.weights, Draft):
+        ours = _loop_acceptance(replay, greedy, sampled=True)
+        first = compare_acceptance(ours, greedy.counts, greedy.note)
+        if is_other(ours, greedy.counts) and isinstance(replay.speculator.weights, Draft):
             first = _explained(replay, replay.speculator.weights, greedy, first)
     if sampled is None:
         reason = "no counts of sampled texts" if greedy is not None else _NO_COUNTS

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from decoding.errors import UserError
@@ -24,6 +24,8 @@ from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.vocabulary import over_vocabulary
 from trainer.data.batch import Example, collate
 from trainer.drafts.dspark import block_logits
+from trainer.drafts.dspark_start import rotary_of
+from trainer.drafts.eagle3 import run_chains
 from trainer.export.readback import heads_logits
 from trainer.target.loading import OnlineTarget
 
@@ -86,33 +88,14 @@ def _predicted(weights: Weights, target: CausalLM, online: OnlineTarget | None, 
 
 
 def continued_logits(draft: Eagle3Draft, target: CausalLM, online: OnlineTarget, text: Sequence[int]) -> Predictions:
-    """Yield an EAGLE-3 draft's logits for `_TOKENS` depths, each time with the text's own tokens as drafted ones.
-
-    Slots of a depth attend to those of depth 0 up to their own, and to their own at the depths between.
-    """
+    """Yield an EAGLE-3 draft's logits for `_TOKENS` depths, each time with the text's own tokens as drafted ones."""
     batch = collate([Example(text, [True] * len(text), 1)]).to(target.device)
     _, states = online.tapped(batch, draft.config.target_layer_ids)
-    embedded, first = unscaled_embeddings(target.model, batch.tokens), len(text) - 2
-    keys, values, visible = list[Tensor](), list[Tensor](), list[Tensor]()
-
-    def held(*fresh: Tensor) -> tuple[Tensor, Tensor]:
-        for parts, new in zip((keys, values), fresh, strict=True):
-            parts.append(new)
-        return torch.cat(keys, 2), torch.cat(values, 2)
-
-    continued = draft.fused(states)
-    for depth in range(min(_TOKENS, first)):
-        count = first - depth
-        own = torch.eye(count, dtype=torch.bool, device=target.device)
-        visible = [each[:count] for each in visible] + [own if depth else torch.ones_like(own).tril()]
-        ran = draft(
-            embedded[:, 1 + depth :][:, :count],
-            continued[:, :count],
-            torch.arange(depth, first, device=target.device)[None],
-            held,
-            torch.cat(visible, 1)[None, None],
-        )
-        continued, logits = draft.recycled(ran), draft.logits(ran)[0]
+    anchors = torch.arange(1, len(text) - 1, device=target.device)
+    chains = run_chains(draft, states, unscaled_embeddings(target.model, batch.tokens), batch, anchors[None], _TOKENS)
+    ran = chains[0].unflatten(0, (-1, _TOKENS))
+    for depth in range(min(_TOKENS, len(anchors))):
+        logits = draft.logits(ran[: len(anchors) - depth, depth])
         yield depth, batch.tokens[0, 2 + depth :], over_vocabulary(logits, draft.output_tokens, target.vocab_size)
 
 
@@ -134,7 +117,7 @@ def other_readings(draft: Draft, target: CausalLM) -> Iterator[tuple[str, Draft]
             reader.register_forward_pre_hook(
                 lambda module, args: norms[-1](args[0].unflatten(-1, (-1, config.hidden_size))).flatten(-2)
             )
-        yield "taps behind the final norm", changed
+        yield "taps after the final norm", changed
     for name, (part, empty) in _PARTS.items():
         if getattr(draft, part, None):
             changed = copy.deepcopy(draft)
@@ -174,7 +157,7 @@ def _other_ropes(config: DSparkConfig | Eagle3Config, target: CausalLM) -> dict[
         own = config.rope_parameters
     else:
         own = {"rope_type": "default", **config.rope_scaling, "rope_theta": config.rope_theta}
-    of_target = target.model.config.get_text_config(decoder=True).to_dict().get("rope_parameters") or {}
+    of_target = rotary_of(target)
     readable = of_target.get("rope_type") in _ROTARY and of_target.get("partial_rotary_factor") in (None, 1)
     ropes: dict[str, Mapping[str, Any]] = {f"rope_theta {theta:g}": {**own, "rope_theta": theta} for theta in _THETAS}
     ropes["unscaled rotary embeddings"] = {"rope_theta": own["rope_theta"], "rope_type": "default"}
@@ -223,19 +206,24 @@ def misread(check: str, target: CausalLM, weights: Weights, texts: Sequence[Sequ
     if isinstance(weights, CausalLM):
         return None
     labels, tokens = guesses(weights, target, texts)
-    hits, most_frequent, found = labels == tokens, int(labels.bincount().max()), dict[str, float]()
+    hits, most_frequent, found = labels == tokens, labels == labels.bincount().argmax(), dict[str, float]()
     told = f"its top-1 is right for {hits.float().mean():.1%} of {len(labels):,} tokens of the target's texts"
     for name, other in () if isinstance(weights, MedusaHeads) else other_readings(weights, target):
         theirs = labels == guesses(other, target, texts)[1]
-        better, worse = int((theirs & ~hits).sum()), int((hits & ~theirs).sum())
-        if better - worse > _Z * (better + worse) ** 0.5 and int(theirs.sum()) > most_frequent:  # McNemar's test
+        if _fits_better(theirs, hits) and theirs.sum() > most_frequent.sum():
             found[name] = float(theirs.float().mean())
     if found:
         best = max(found, key=lambda name: found[name])
         remedy = f"it was trained with {best}: write that in its config.json, or train it as its config says"
         return problem(check, f"{told}, but {found[best]:.1%} with {best}", remedy_of(best, remedy))
-    if int(hits.sum()) <= most_frequent:
+    if _fits_better(most_frequent, hits):
         remedy = "pass the target that it was trained on, or train it on this one"
-        told += ", no better than the most frequent token: it fits another target, or its tokens have another order"
+        told += ", worse than the most frequent token: it fits another target, or its tokens have another order"
         return problem(check, told, remedy)
     return None
+
+
+def _fits_better(theirs: Bool[Tensor, " places"], ours: Bool[Tensor, " places"]) -> bool:
+    """Return True if ``theirs`` is right significantly more often than ``ours`` (McNemar's test)."""
+    better, worse = int((theirs & ~ours).sum()), int((ours & ~theirs).sum())
+    return bool(better - worse > _Z * (better + worse) ** 0.5)
