@@ -65,11 +65,11 @@ def test_a_draft_has_the_targets_rotary_base_and_epsilon_in_every_format(
     family: str, changes: dict[str, Any], section: dict[str, Any], theta: float, eps: float, scaled: Any, tmp_path: Path
 ) -> None:
     pytest.importorskip("gguf", reason="a server's format is an optional extra")
-    from trainer.export.gguf_names import dspark_metadata
+    from trainer.export.gguf_names import draft_metadata
 
     draft = started(tiny_model(family, num_hidden_layers=3, layer_types=None, **changes), **section)
     draft.save_pretrained(tmp_path)
-    config, keys = read_dspark_config(tmp_path), dspark_metadata(draft.config)
+    config, keys = read_dspark_config(tmp_path), draft_metadata(draft.config)
     assert (config.rope_theta, config.rms_norm_eps) == (theta, eps)
     assert dict(config.rope_scaling) == scaled
     assert config.to_json()["rope_theta"] == config.to_json()["rope_parameters"]["rope_theta"] == theta
