@@ -533,7 +533,11 @@ MUTANTS: dict[str, tuple[str, Plant, str]] = {
         configured(norm_before_residual=False),
         MISREAD + "norm_before_residual the other way",
     ),
-    "norm_before_fc ignored": (  # too close to other misreadings here to be always the nearest"eagle3", set_part("input_norm", None), MISREAD + ".*no norm_before_fc"),
+    "norm_before_fc ignored": (
+        "eagle3",
+        set_part("input_norm", None),
+        MISREAD + ".*no norm_before_fc",  # among those named: another one may be as near here
+    ),
     "unscaled rotary embeddings in the server": (
         "eagle3",
         configured(rope_parameters={"rope_theta": 1e4, "rope_type": "default"}),
