@@ -299,6 +299,7 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "spec_bench": {RESULTS: (("spec_bench", tasks_table),)},
     "spec_bench_sampled": {RESULTS: (("spec_bench_sampled", tasks_table),)},
     "crossover": {RESULTS: (("crossover", conditions),)},
+    "experimental": {RESULTS: (("experimental", short_table),)},
     "verified": {"docs/how-to/verify.md": (("verified", verified_table),)},
     "served": {"docs/how-to/serving.md": (("served", served_table),)},
     "one_gpu": {
