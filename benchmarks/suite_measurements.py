@@ -26,6 +26,7 @@ from suite_models import (
     dspark_section,
     free,
     synchronize,
+    timed,
     weight_bytes,
 )
 from torch import Tensor
@@ -105,25 +106,18 @@ def machine(bench: Bench) -> Measurements:
     cuda = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     yield "machine", lambda: {**hardware(), **versions(), **cuda, "attention": str(torch._C._get_sdp_priority_order())}
 
-    def timed(run: Callable[[], Any]) -> float:
-        seconds = []
-        for _ in range(12):
-            synchronize()
-            begin = time.perf_counter()
-            run()
-            synchronize()
-            seconds.append(time.perf_counter() - begin)
-        return median(seconds[2:])
+    def usual(run: Callable[[], Any]) -> float:
+        return median([timed(run)[0] for _ in range(12)][2:])
 
     def copy() -> dict[str, float]:
         source = torch.ones(bench.pick(1 << 31, 1 << 22), dtype=torch.uint8, device=bench.device)
         destination = torch.empty_like(source)
-        return {"bytes_per_second": 2 * len(source) / timed(lambda: destination.copy_(source))}
+        return {"bytes_per_second": 2 * len(source) / usual(lambda: destination.copy_(source))}
 
     def product() -> dict[str, float]:
         size = bench.pick(8192, 256)
         matrix = torch.randn(size, size, device=bench.device, dtype=bench.dtype)
-        return {"flop_per_second": 2 * size**3 / timed(lambda: matrix @ matrix)}
+        return {"flop_per_second": 2 * size**3 / usual(lambda: matrix @ matrix)}
 
     yield "copy", copy
     yield "product", product
@@ -341,11 +335,9 @@ def _train(
         losses.append(step(0))
     began = time.perf_counter()
     for index in range(1, bench.pick(8, 4)):
-        synchronize()
-        begin = time.perf_counter()
-        losses.append(step(index))
-        synchronize()
-        seconds.append(time.perf_counter() - begin)
+        took, loss = timed(partial(step, index))
+        losses.append(loss)
+        seconds.append(took)
         memory.append(0 if bench.pretend else torch.cuda.max_memory_allocated())
         if index >= _DRY_RUN_STEPS and time.perf_counter() - began > 15:
             break

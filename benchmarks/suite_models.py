@@ -7,6 +7,8 @@ tokens. Speeds are thus those of real sizes, acceptance is forced, and every fig
 """
 
 import gc
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -72,6 +74,15 @@ def free() -> None:
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds of a call, the device's work included, and its result."""
+    synchronize()
+    begin = time.perf_counter()
+    found = run()
+    synchronize()
+    return time.perf_counter() - begin, found
 
 
 def counting_model(bench: Bench, size: str, share: float = 1.0) -> PreTrainedModel:

@@ -28,6 +28,9 @@ from decoding.rules.tree import Proposal, TokenTree, fetch_tokens
 from decoding.rules.verify import GREEDY, Rule, Verdict
 from decoding.text import Generation, Step, StopCheck, Text, TextDecoder, check_prompt
 
+Seeds = Sequence[int] | None
+"""A seed for each text of a batch; None for those of the config."""
+
 
 @dataclass(frozen=True)
 class DecodingConfig:
@@ -76,7 +79,7 @@ class DecodingBatch:
         prompts: Sequence[Sequence[int]],
         config: DecodingConfig,
         rows: int = 1,
-        seeds: Sequence[int] | None = None,
+        seeds: Seeds = None,
         cache: PreallocatedCache | None = None,
     ) -> None:
         """Decode ``rows`` texts at a time. The other arguments and the errors are those of `Engine.steps`."""
@@ -100,8 +103,7 @@ class DecodingBatch:
         self.taps = () if drafter is None else drafter.taps
         # Tokens of the longest text that any prompt may become.
         self.longest = max((len(prompt) for prompt in prompts), default=0) + config.max_new_tokens
-        # The time when the last step ended, from which a stream that nobody reads loses its turn. Infinite during a
-        # step.
+        # When the last step ended; a stream that nobody reads loses its turn by it. Infinite during a step.
         self.last_step = time.monotonic()
         # True if the cache was given and later calls reuse its text, so its tokens and states must be kept.
         self.serves_calls = cache is not None
@@ -344,12 +346,7 @@ class Engine:
     ) -> Iterator[Step]: ...
     @overload
     def steps(
-        self,
-        prompt: Sequence[Sequence[int]],
-        config: DecodingConfig,
-        *,
-        batch_size: int,
-        seeds: Sequence[int] | None = None,
+        self, prompt: Sequence[Sequence[int]], config: DecodingConfig, *, batch_size: int, seeds: Seeds = None
     ) -> Iterator[tuple[int, Step]]: ...
     def steps(
         self,
@@ -357,7 +354,7 @@ class Engine:
         config: DecodingConfig,
         *,
         batch_size: int | None = None,
-        seeds: Sequence[int] | None = None,
+        seeds: Seeds = None,
         cache: PreallocatedCache | None = None,
     ) -> Iterator[Any]:
         """Decode one prompt of token ids, or many with ``batch_size``; yield each step after its target pass.
@@ -388,15 +385,10 @@ class Engine:
     def decode(self, prompt: Sequence[int], config: DecodingConfig) -> Generation: ...
     @overload
     def decode(
-        self,
-        prompt: Sequence[Sequence[int]],
-        config: DecodingConfig,
-        *,
-        batch_size: int,
-        seeds: Sequence[int] | None = None,
+        self, prompt: Sequence[Sequence[int]], config: DecodingConfig, *, batch_size: int, seeds: Seeds = None
     ) -> list[Generation]: ...
     def decode(
-        self, prompt: Any, config: DecodingConfig, *, batch_size: int | None = None, seeds: Sequence[int] | None = None
+        self, prompt: Any, config: DecodingConfig, *, batch_size: int | None = None, seeds: Seeds = None
     ) -> Generation | list[Generation]:
         """Decode a prompt to its end, or many prompts as in `steps`; results are in the prompts' order."""
         if batch_size is None:

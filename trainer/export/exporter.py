@@ -63,9 +63,8 @@ def export(
 ) -> ExportSummary:
     """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
 
-    ``source``: a run's folder, its ``final`` folder or one of its checkpoints, or another trainer's draft, also by its
-    Hub id. For a run that was stopped, the newest checkpoint is exported. ``quickstart`` exports the embedded target,
-    for servers that run a draft for it.
+    ``source``: a run's folder, its ``final`` folder or one of its checkpoints (of a stopped run, the newest), another
+    trainer's draft, also by its Hub id, or ``quickstart``, the embedded target for servers that run a draft for it.
     ``report``: a ``report.json``; the card shows its figures.
     ``plan``: a ``plan.json``. The formats headstart, dspark and speculators store its tree; the servers' commands use
     its depths by batch size.
