@@ -282,7 +282,7 @@ def _dspark(name: str, folder: Path, target: Skeleton, bytes_of: list[int]) -> F
     config.check_fits(target.model)
     bytes_of.append(sum(prod(tensor.shape) for tensor in header.values()) * target.model.dtype.itemsize)
     taps = ", ".join(map(str, config.target_layer_ids))
-    return ok("draft", f"{config.block_size} tokens per forward, from the target's states after layers {taps}")
+    return ok("draft", f"{config.block_size} tokens per forward pass, from the target's states after layers {taps}")
 
 
 def _eagle3(name: str, folder: Path, target: Skeleton, bytes_of: list[int]) -> Finding:

@@ -77,8 +77,8 @@ def export(
     report are written next to the weights, without local paths. Heads that were trained jointly with adapters get the
     adapted target in the folder ``target``.
 
-    `UserError` if the format does not fit the artefact, the source lacks weights or the destination is not empty. Also
-    if the report or plan is malformed or describes other weights, or if a file reads back differently.
+    Raises UserError if the format does not fit the artefact, the source lacks weights, the destination is not empty,
+    the report or plan is malformed or describes other weights, or a file reads back differently.
     """
     source, destination = Path(source), Path(destination)
     if format not in FORMATS:

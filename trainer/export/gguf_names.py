@@ -85,7 +85,7 @@ def _keys(architecture: str, config: _Config, others: Mapping[str, Any]) -> dict
 def draft_metadata(config: DSparkConfig | Eagle3Config) -> dict[str, Any]:
     """Return GGUF's keys for a draft that reads states. llama.cpp numbers the inputs of layers, not their outputs.
 
-    UserError for settings that llama.cpp lacks or ignores; it has, for one, a single causal flag for all layers.
+    Raises UserError for settings that llama.cpp lacks or ignores; it has, for one, a single causal flag for all layers.
     """
     if isinstance(config, Eagle3Config):
         return _eagle3_metadata(config)

@@ -76,7 +76,7 @@ def describe(draft: StateDraft, format: str, dtype: str) -> Artefact:
 def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     """Write the draft, a DSpark draft with the task's tree if it has one; read it back and compare.
 
-    UserError for a draft that the layout cannot describe.
+    Raises UserError for a draft that the layout cannot describe.
     """
     draft, path, nests = stored_draft(task.source), task.folder / CONFIG_NAME, task.format == NESTED
     if isinstance(draft, DSparkDraft):
@@ -110,7 +110,7 @@ def nested(flat: Mapping[str, Any], method: str, tokens: int, target: str | None
     """Return the content of speculators' ``config.json``, given that of a flat one.
 
     ``tokens``: what servers draft at a time by default. ``target``: its Hub id, or a path, of which the last part is
-    written. UserError for blocks that are causal in layers without a window, which this layout cannot describe.
+    written. Raises UserError for blocks that are causal in layers without a window, which this layout cannot describe.
     """
     own = {name: value for name, value in flat.items() if name not in ("rope_theta", "rope_scaling", "dflash_config")}
     layers = {name: own.pop(name) for name in _OF_LAYERS if name in own}

@@ -172,11 +172,11 @@ class DraftSection(Section):
     loss: Annotated[LossSection, default_term("forward_kl")] = LossSection(forward_kl=1.0)
     policy: PolicySection = PolicySection()
     teacher: TeacherSection | None = None
-    """None: the target runs at every step."""
+    """None means that the target runs at every step."""
     dspark: DSparkSection | None = None
-    """None: an ordinary draft, with one forward per token, or an EAGLE-3 draft."""
+    """None means an ordinary draft, with one forward pass per token, or an EAGLE-3 draft."""
     eagle3: Eagle3Section | None = None
-    """None: an ordinary draft, or a DSpark draft."""
+    """None means an ordinary draft or a DSpark draft."""
     num_draft_tokens: Annotated[int, Field(ge=1)] = 4
     """Draft length in evaluations and in the ``loop`` policy. DSpark drafts use ``block_size``."""
 
