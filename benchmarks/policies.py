@@ -94,15 +94,16 @@ def measure(
     return rows
 
 
-def figures(rates: Mapping[tuple[str, str], Sequence[float]], name: str) -> dict[str, float]:
-    """Return the medians over turns of ratios of tokens per second."""
+def figures(rates: Mapping[tuple[str, str], Sequence[float]], name: str) -> dict[str, Any]:
+    """Return the medians over turns of ratios of tokens per second, and the ratios of each turn."""
 
-    def over(first: tuple[str, str], second: tuple[str, str]) -> float:
-        return median(one / other for one, other in zip(rates[first], rates[second], strict=True))
+    def over(first: tuple[str, str], second: tuple[str, str]) -> list[float]:
+        return [one / other for one, other in zip(rates[first], rates[second], strict=True)]
 
-    fixed, default = over((name, FIXED), (PLAIN, PLAIN)), over((name, DEFAULT), (PLAIN, PLAIN))
-    better = over((name, DEFAULT), (name, FIXED)) if fixed > 1 else default
-    return {"fixed_over_plain": fixed, "default_over_plain": default, "default_over_better": better}
+    turns = {FIXED: over((name, FIXED), (PLAIN, PLAIN)), DEFAULT: over((name, DEFAULT), (PLAIN, PLAIN))}
+    fixed, default = median(turns[FIXED]), median(turns[DEFAULT])
+    better = median(over((name, DEFAULT), (name, FIXED))) if fixed > 1 else default
+    return {"fixed_over_plain": fixed, "default_over_plain": default, "default_over_better": better, "turns": turns}
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
