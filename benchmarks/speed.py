@@ -65,7 +65,7 @@ class Trained:
             found[f"{name}, tree of {len(heads.config.tree)}"] = named_drafter("heads", heads)
             found[f"{name} and lookup"] = named_drafter("hybrid", heads, of="heads", lookup_tokens=8)
         if self.dspark is not None:
-            found["dspark, 6 tokens"] = named_drafter("dspark", self.dspark, tokens=6)
+            found["dspark"] = named_drafter("dspark", self.dspark)
             found["dspark and lookup"] = named_drafter("hybrid", self.dspark, of="dspark", lookup_tokens=8)
         return {**found, "prompt lookup": named_drafter("lookup")}
 
