@@ -8,6 +8,7 @@ The recipes are in recipes/any; the target has Qwen3-8B's shape and no weights. 
 # ruff: noqa: E402  # the path is set first
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +26,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from decoding.measure.machine import commit
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark import DSparkDraft
+from decoding.model.eagle3 import Eagle3Draft
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.commands.dry_run import checkpoint_bytes
 from trainer.drafts.dspark_start import dspark_config
+from trainer.drafts.eagle3 import eagle3_config
 from trainer.recipe.draft import DSparkSection, TeacherSection
 from trainer.recipe.reading import load_recipe
 from trainer.target.features import FeatureIdentity
@@ -37,10 +40,18 @@ CARDS = {"RTX 4090": (24, 165, 1008), "L40S": (48, 362, 864), "H100": (80, 989, 
 """Memory in GB, dense bf16 TFLOPS and memory bandwidth in GB/s, as published by NVIDIA (taken on `READ`)."""
 ASSUMED = {"prompt": 256, "answer": 768, "flops": 0.35, "bandwidth": 0.6, "spare_gb": 4, "texts": 256, "evening_h": 6}
 """Tokens of a text, shares of a card's peaks, GB left for activations, most texts at a time, and hours."""
-QWEN3_8B = AutoConfig.for_model(
-    "qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8
-)
-QWEN3_8B.update({"num_attention_heads": 32, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False})
+_SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936},
+    "llama": {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
+    "gpt_oss": {"head_dim": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 201088},
+}
+_SIZES: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
+    "qwen3-4b": ("qwen3", 2560, 9728, 36, {"tie_word_embeddings": True}),
+    "qwen3-8b": ("qwen3", 4096, 12288, 36, {"tie_word_embeddings": False}),
+    "llama-3.1-8b": ("llama", 4096, 14336, 32, {"tie_word_embeddings": False}),
+    "gpt-oss-20b": ("gpt_oss", 2880, 2880, 24, {"num_local_experts": 32, "num_experts_per_tok": 4}),
+}
+"""Folder in recipes/ -> family, hidden size, intermediate size, layers and more of the target's config.json."""
 LM_HEAD, KV = 4096 * 151936, 2 * 36 * 8 * 128 * 2
 """Weights of the lm_head, and bytes of keys and values per token of a text."""
 _SPECULATORS = "https://github.com/vllm-project/speculators/blob/02c0fadc66a810673349f210dea2362d18f4865a/docs/user_guide/tutorials/train_eagle3_offline.md"
@@ -61,6 +72,12 @@ estimate_target_cache_size.py next to the third."""
 READ = "2026-11-26"
 """Day on which the figures of others were read at these commits. Version 0.9.0 is dated by PyPI."""
 SET = ("name=x", "target=x", "output=x", "data.train=x", "data.heldout=x")
+
+
+def _config(family: str, hidden: int, intermediate: int, layers: int, more: dict[str, Any]) -> Any:
+    config = AutoConfig.for_model(family, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers)
+    config.update(_SHAPES[family] | more)
+    return config
 
 
 def stored(kind: type[Any], **fields: Any) -> int:
@@ -93,18 +110,44 @@ def evening(name: str, target: int, heads: int, draft: DSparkDraft) -> dict[str,
     return {**found, "hours": sum(hours.values()), "disk_gb": disk / 1e9}
 
 
+def published(folder: str, kind: str, target: CausalLM, tokenizer: Any) -> dict[str, Any]:
+    """Return what a recipe with published hyperparameters needs next to its target, which reads each row once."""
+    recipe = load_recipe(_HERE.parent / "recipes" / folder / f"{kind}.yaml", SET[3:])
+    section, text = recipe.draft, ASSUMED["prompt"] + ASSUMED["answer"]
+    if section.dspark is not None:
+        draft = DSparkDraft(dspark_config(target, tokenizer, section.dspark.model_copy(update={"mask_token": "mask"})))
+        labels, layers = section.dspark.anchors * section.dspark.block_size, draft.layers
+        lm_head = target.model.get_output_embeddings().weight.numel()
+    else:
+        draft = Eagle3Draft(replace(eagle3_config(target, section.eagle3), draft_vocab_size=section.vocabulary))
+        labels, layers, lm_head = section.eagle3.anchors * section.eagle3.steps, draft.midlayer, count(draft.lm_head)
+    sizes, shape = dict(target.model.named_parameters()), target.model.config
+    experts = sum(weight.numel() for name, weight in sizes.items() if ".experts." in name)
+    active = count(target.model) - (experts and experts * (1 - shape.num_experts_per_tok / shape.num_local_experts))
+    products = labels * (count(layers) + lm_head) + text * count(draft.fc)
+    flops = recipe.training.steps * recipe.training.batch_size * (2 * active * text + 6 * products)
+    memory = (2 * count(target.model) + 16 * count(draft)) / 1e9 + ASSUMED["spare_gb"]
+    hours = {
+        card: flops / (ASSUMED["flops"] * tflops * 1e12) / 3600 if memory <= size else None
+        for card, (size, tflops, _) in CARDS.items()
+    }
+    return {"recipe": f"{folder}/{kind}.yaml", "trained": count(draft), "memory_gb": memory, "hours": hours}
+
+
 def count(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def main() -> None:
     """Compute, and write the JSON."""
+    tokenizer: Any = SimpleNamespace(eos_token_id=None, get_vocab=lambda: {"mask": 0})
     with torch.device("meta"):
-        target = CausalLM(AutoModelForCausalLM.from_config(QWEN3_8B))
-        tokenizer: Any = SimpleNamespace(eos_token_id=None, get_vocab=lambda: {"mask": 0})
+        targets = {name: CausalLM(AutoModelForCausalLM.from_config(_config(*_SIZES[name]))) for name in _SIZES}
+        target = targets["qwen3-8b"]
         config = dspark_config(target, tokenizer, DSparkSection(mask_token="mask"))
         draft = DSparkDraft(config)
         heads = MedusaHeads(MedusaConfig(4096, 151936, shared_lm_head=True, markov_rank=256))
+        recipes = [published(name, kind, targets[name], tokenizer) for name in targets for kind in ("dspark", "eagle3")]
     taps, teacher = ", ".join(map(str, config.target_layer_ids)), TeacherSection(folder="")
     of_heads, of_draft = (
         [stored(FeatureIdentity, hidden_size=4096, states=states, layers=layers) for states in ("int8", "bf16")]
@@ -118,6 +161,7 @@ def main() -> None:
         "assumed": ASSUMED,
         "read": READ,
         "stored": [*ours, ("draft: logits, of trained tokens only", logits), *OTHERS],
+        "recipes": recipes,
         "cards": [evening(name, count(target.model), count(heads), draft) for name in CARDS],
     }
     Path(sys.argv[1]).write_text(json.dumps(report, indent=1) + "\n")

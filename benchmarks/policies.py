@@ -1,9 +1,10 @@
 """The default policy with every drafter: its speed relative to plain decoding and to always drafting.
 
 In a cell (target, temperature, batch size) plain decoding and each drafter under each policy take turns on each group
-of prompts, so a machine that slows down slows all alike. Figures are medians of the ratios within a turn, without
-prefills. Policies learn from turn to turn; the first turn warms up and does not count. The widened target computes
-exactly the small target's function (`widen.py`).
+of prompts, so a machine that slows down slows all alike. Each kind of step (drafter, texts, drafted tokens) counts with
+its median seconds in the cell, because the same turn can take a quarter longer when it is repeated. Prefills do not
+count, and texts do not end early. Policies learn from turn to turn; the first turn warms up and does not count. The
+widened target computes exactly the small target's function (`widen.py`).
 
     python benchmarks/policies.py --target FOLDER --draft FOLDER --heads markov=FOLDER --dspark FOLDER \\
         --prompts FILE.jsonl --output FILE.json
@@ -12,8 +13,9 @@ exactly the small target's function (`widen.py`).
 # ruff: noqa: E402  # how threads wait is set before torch is imported
 import argparse
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -32,7 +34,7 @@ from decoding.generate import DecodingConfig, Engine
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.questions import read_prompts
 from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
+from decoding.model.loading import load_model, load_tokenizer
 from decoding.policies import AdaptivePolicy, Budget, FixedPolicy
 from decoding.rules.sampling import SamplingConfig
 from trainer.terminal.console import standard_output
@@ -62,6 +64,14 @@ class Counted(AdaptivePolicy):
         return chosen
 
 
+class Turn(NamedTuple):
+    """The tokens of one group of prompts, and how often each kind of step was taken."""
+
+    tokens: int
+    kinds: Counter[tuple[int, int]]
+    """(rows, most tokens drafted in a row) -> steps."""
+
+
 def measure(
     target: CausalLM,
     drafters: Mapping[str, Drafter],
@@ -75,35 +85,47 @@ def measure(
     for name, drafter in drafters.items():
         engines[name, FIXED] = Engine(target, drafter, FixedPolicy())
         engines[name, DEFAULT] = Engine(target, drafter, Counted())
-    keys, rates = list(engines), {key: list[float]() for key in engines}
+    keys, counted = list(engines), {key: list[Turn]() for key in engines}
+    seconds: defaultdict[tuple[str, int, int], list[float]] = defaultdict(list)
     for turn in range(turns + 1):
         first = turn * cell.batch_size
         group = [prompts[(first + index) % len(prompts)] for index in range(cell.batch_size)]
         for key in (*keys[turn % len(keys) :], *keys[: turn % len(keys)]):
-            steps = engines[key].steps(group, config, batch_size=len(group), seeds=range(first, first + len(group)))
-            decoded = [step for _, step in steps if not step.is_prefill]
-            seconds = sum(step.total_seconds for step in decoded)
-            if turn and seconds:
-                rates[key].append(sum(len(step.tokens) for step in decoded) / seconds)
+            taken = Turn(0, Counter())
+            decoded = engines[key].steps(group, config, batch_size=len(group), seeds=range(first, first + len(group)))
+            for share, of_rows in groupby((step for _, step in decoded), lambda step: step.total_seconds):
+                rows = [step for step in of_rows if not step.is_prefill]  # all rows of one step
+                if rows and turn:
+                    kind = len(rows), max(step.drafted for step in rows)
+                    seconds[key[0], *kind].append(share * len(rows))
+                    taken.kinds[kind] += 1
+                    taken = taken._replace(tokens=taken.tokens + sum(len(step.tokens) for step in rows))
+            counted[key] += [taken] * (turn > 0)
+    typical = {kind: median(each) for kind, each in seconds.items()}
     rows = []
     for name in drafters:
         policy = engines[name, DEFAULT].policy
         assert isinstance(policy, Counted)
         choices = {f"{budget.depth} deep, {budget.nodes - 1}": count for budget, count in policy.choices.most_common(4)}
-        rows.append({**cell._asdict(), "drafter": name, **figures(rates, name), "choices": choices})
+        rows.append({**cell._asdict(), "drafter": name, **figures(counted, typical, name), "choices": choices})
     return rows
 
 
-def figures(rates: Mapping[tuple[str, str], Sequence[float]], name: str) -> dict[str, Any]:
-    """Return the medians over turns of ratios of tokens per second, and the ratios of each turn."""
+def figures(
+    counted: Mapping[tuple[str, str], Sequence[Turn]], typical: Mapping[tuple[str, int, int], float], name: str
+) -> dict[str, Any]:
+    """Return ratios of tokens per second over all turns, and of each turn."""
 
-    def over(first: tuple[str, str], second: tuple[str, str]) -> list[float]:
-        return [one / other for one, other in zip(rates[first], rates[second], strict=True)]
+    def rates(key: tuple[str, str]) -> list[float]:
+        lasted = [sum(typical[key[0], *kind] * steps for kind, steps in turn.kinds.items()) for turn in counted[key]]
+        tokens = [turn.tokens for turn in counted[key]]
+        return [sum(tokens) / sum(lasted), *(one / other for one, other in zip(tokens, lasted, strict=True))]
 
-    turns = {FIXED: over((name, FIXED), (PLAIN, PLAIN)), DEFAULT: over((name, DEFAULT), (PLAIN, PLAIN))}
-    fixed, default = median(turns[FIXED]), median(turns[DEFAULT])
-    better = median(over((name, DEFAULT), (name, FIXED))) if fixed > 1 else default
-    return {"fixed_over_plain": fixed, "default_over_plain": default, "default_over_better": better, "turns": turns}
+    plain, fixed, default = (rates(key) for key in ((PLAIN, PLAIN), (name, FIXED), (name, DEFAULT)))
+    fixed, default = ([one / other for one, other in zip(each, plain, strict=True)] for each in (fixed, default))
+    better = default[0] / max(fixed[0], 1.0)
+    ratios = {"fixed_over_plain": fixed[0], "default_over_plain": default[0], "default_over_better": better}
+    return ratios | {"turns": {FIXED: fixed[1:], DEFAULT: default[1:]}}
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -134,14 +156,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         widened = CausalLM(wide)
         name = f"{Path(options.target).name}, widened to {stand_in['parameters'] / 1e6:.0f}M"
         targets[name] = widened, trained.widened(widened, stand_in["width"])
-    prompts, eos = read_prompts(options.prompts, tokenizer, options.limit), eos_token_ids(model, tokenizer)
+    prompts = read_prompts(options.prompts, tokenizer, options.limit)
     rows: list[dict[str, Any]] = []
     console = standard_output(width=150)
     table = Table("target", "T", "batch", "drafter", "fixed / plain", "default / plain", "default / better", "choices")
     for name, (of_target, with_it) in targets.items():
         for temperature in (0.0, 1.0):
             for batch_size in options.batch_sizes:
-                config = DecodingConfig(options.max_new_tokens, SamplingConfig(temperature), eos_token_ids=eos)
+                config = DecodingConfig(options.max_new_tokens, SamplingConfig(temperature))
                 turns = options.turns * (1 if batch_size > 4 else 2)
                 cell = Cell(name, temperature, batch_size)
                 rows += measure(of_target, with_it.drafters(), cell, prompts, config, turns)

@@ -104,6 +104,8 @@ class _Seconds:
         """Budget -> class of tree sizes -> (number, seconds) of its latest steps."""
         self._shares: dict[Budget, dict[int, float]] = {}
         self._tried_at: dict[Budget, int] = {}
+        self._least: dict[Budget, float] = {}
+        """Budget -> the fewest plain steps that its steps have cost."""
         self._steps = 0
 
     def add(self, budget: Budget, drafted: int, seconds: float) -> None:
@@ -133,9 +135,19 @@ class _Seconds:
             min(4 << count, _RETIMED) if count > 1 else 0
         )
 
-    def typical(self, budget: Budget, drafted: int) -> float:
-        """Return the median seconds of recent steps of a budget that drafted about as many tokens."""
-        return self._median(budget, drafted.bit_length())
+    def cost(self, budget: Budget, drafted: int) -> float:
+        """Return the plain steps that a step of a budget counts as, by recent steps that drafted about as many tokens.
+
+        More than `_DEAREST` count only if steps of the budget never cost less, because a hiccup or a slow spell of the
+        machine makes drafts look dear for a while.
+        """
+        plain, whole = self.known(PLAIN), self.known(budget)
+        if plain is None:
+            return _rough(budget)
+        if whole is not None:
+            self._least[budget] = min(self._least.get(budget, math.inf), whole[0] / plain[0])
+        most = max(_DEAREST, self._least.get(budget, _DEAREST))
+        return min(self._median(budget, drafted.bit_length()) / plain[0], most)
 
     def _median(self, budget: Budget, size: int) -> float:
         return median_low(seconds for _, seconds in self._of[budget][size])
@@ -200,9 +212,10 @@ _NOISE, _BETWEEN, _BEYOND = 0.15, 0.04, 0.3
 """Relative standard deviations: of a step's seconds, and of guesses between and beyond tried budgets."""
 _CAUTION = 0.5  # share of a standard deviation that is explored; half of it is always added to the acceptance
 _HELD = 2  # steps between two choices
-_FIRST_LOSS, _LOSS, _MOST_GAIN = 0.5, 0.015, 4.0
-"""In plain steps: what drafting may lose at first, what it may lose per plain step, and the most that is saved up."""
-_DEAREST = 2.0  # most plain steps that a drafting step counts as, so that a hiccup of the machine weighs little
+_FIRST_LOSS, _LOSS, _MOST_GAIN, _MOST_DEBT = 0.5, 0.015, 4.0, 2.5
+"""In plain steps: what drafting may lose at first, what it may lose per plain step, and the most that is saved up or
+owed."""
+_DEAREST = 2.0  # plain steps; a drafting step counts as more only if such steps always cost more
 
 
 class AdaptivePolicy:
@@ -268,10 +281,9 @@ class AdaptivePolicy:
         if budget == PLAIN:
             gain = _LOSS
         else:
-            plain = seconds.known(PLAIN)
-            cost = min(seconds.typical(budget, drafted) / plain[0], _DEAREST) if plain else _rough(budget)
+            cost = seconds.cost(budget, drafted)
             gain = sum(step.emitted for step in steps) / len(steps) - cost
-        self._balance[size] = min(self._balance.get(size, _FIRST_LOSS) + gain, _MOST_GAIN)
+        self._balance[size] = max(min(self._balance.get(size, _FIRST_LOSS) + gain, _MOST_GAIN), -_MOST_DEBT)
         for step in steps if budget in self._acceptance else ():
             self._acceptance[budget].add(budget, step)
 

@@ -213,6 +213,22 @@ def stored_by_token(report: Report) -> str:
     return f"{table(('stored for each token (Qwen3-8B)', 'bytes'), rows, 1)}\n\n{read}"
 
 
+def recipes_table(report: Report) -> str:
+    """Return what the recipes with published hyperparameters need, with the hours of training on each card."""
+    cards = [(card["card"], card["memory"]) for card in report["cards"]]
+    head = ["recipe", "trained weights", "memory", *(f"hours, {name}, {memory} GB" for name, memory in cards)]
+    rows = (
+        [
+            f"`{row['recipe']}`",
+            f"{row['trained'] / 1e6:,.0f}M",
+            f"{row['memory_gb']:.0f} GB",
+            *(f"{hours:,.0f}" if (hours := row["hours"][name]) else "too little memory" for name, _ in cards),
+        ]
+        for row in report["recipes"]
+    )
+    return table(head, rows, len(head) - 1) + "\n\nComputed, not measured."
+
+
 def stored_sentence(report: Report) -> str:
     """Return one sentence on what heads and drafts store for each token in int8, and what the last peer documents."""
     (_, heads, *_), (_, draft, whole), *_, (peer, theirs) = report["stored"]
@@ -304,6 +320,7 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "served": {"docs/how-to/serving.md": (("served", served_table),)},
     "one_gpu": {
         "docs/how-to/one-gpu.md": (("one_gpu", evening_table), ("bytes", stored_by_token)),
+        "recipes/README.md": (("recipes", recipes_table),),
         "README.md": (("stored", stored_sentence),),
     },
     "accepted": {RESULTS: (("accepted", accepted_table), ("gained", gained_table))},
