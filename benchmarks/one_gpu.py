@@ -115,11 +115,15 @@ def published(folder: str, kind: str, target: CausalLM, tokenizer: Any) -> dict[
     recipe = load_recipe(_HERE.parent / "recipes" / folder / f"{kind}.yaml", SET[3:])
     section, text = recipe.draft, ASSUMED["prompt"] + ASSUMED["answer"]
     if section.dspark is not None:
-        draft = DSparkDraft(dspark_config(target, tokenizer, section.dspark.model_copy(update={"mask_token": "mask"})))
+        config = dspark_config(target, tokenizer, section.dspark.model_copy(update={"mask_token": "mask"}))
+        with torch.device("meta"):
+            draft = DSparkDraft(config)
         labels, layers = section.dspark.anchors * section.dspark.block_size, draft.layers
         lm_head = target.model.get_output_embeddings().weight.numel()
     else:
-        draft = Eagle3Draft(replace(eagle3_config(target, section.eagle3), draft_vocab_size=section.vocabulary))
+        config = replace(eagle3_config(target, section.eagle3), draft_vocab_size=section.vocabulary)
+        with torch.device("meta"):
+            draft = Eagle3Draft(config)
         labels, layers, lm_head = section.eagle3.anchors * section.eagle3.steps, draft.midlayer, count(draft.lm_head)
     sizes, shape = dict(target.model.named_parameters()), target.model.config
     experts = sum(weight.numel() for name, weight in sizes.items() if ".experts." in name)
@@ -147,7 +151,7 @@ def main() -> None:
         config = dspark_config(target, tokenizer, DSparkSection(mask_token="mask"))
         draft = DSparkDraft(config)
         heads = MedusaHeads(MedusaConfig(4096, 151936, shared_lm_head=True, markov_rank=256))
-        recipes = [published(name, kind, targets[name], tokenizer) for name in targets for kind in ("dspark", "eagle3")]
+    recipes = [published(name, kind, targets[name], tokenizer) for name in targets for kind in ("dspark", "eagle3")]
     taps, teacher = ", ".join(map(str, config.target_layer_ids)), TeacherSection(folder="")
     of_heads, of_draft = (
         [stored(FeatureIdentity, hidden_size=4096, states=states, layers=layers) for states in ("int8", "bf16")]
