@@ -308,6 +308,36 @@ def crossover_figure(measured: Report) -> Picture:
     return figure
 
 
+@styled
+def policies_figure(report: Report) -> Picture:
+    """Draw the default policy and always drafting over plain decoding by batch size, a panel per temperature."""
+    figure = Picture(figsize=(7.0, 3.8), layout="constrained")
+    temperatures = sorted({row["temperature"] for row in report["rows"]})
+    panels = figure.subplots(1, len(temperatures), sharey=True)
+    for axes, temperature in zip(panels, temperatures, strict=True):
+        rows = [row for row in report["rows"] if row["temperature"] == temperature]
+        for number_of, drafter in enumerate(dict.fromkeys(row["drafter"] for row in rows)):
+            of_drafter = [row for row in rows if row["drafter"] == drafter]
+            for way, name, style in (("default", "default policy", "o-"), ("fixed", "always drafting", "s:")):
+                points = {str(row["batch_size"]): row[f"{way}_over_plain"] for row in of_drafter}
+                axes.plot(points.keys(), points.values(), style, color=f"C{number_of}", label=f"{drafter}, {name}")
+        shade_below_one(axes)
+        axes.set_title(f"T={temperature:g}" if temperature else "greedy")
+        axes.set_xlabel("texts decoded together")
+    panels[0].set_ylabel("speed-up over plain decoding")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False)
+    return figure
+
+
+def policies_caption(report: Report) -> str:
+    """Return target, prompts, the worst cell and the machine of `benchmarks/policies.py`."""
+    return (
+        f"{text(report['rows'][0]['target'])} in {report['dtype']}; {report['prompts']} prompts of "
+        f"{text(report['set'])}, up to {report['max_new_tokens']} new tokens; the default policy's lowest median is "
+        f"{number(report['worst']['default_over_plain'])}×; {machine_of(report)}"
+    )
+
+
 Blocks = tuple[tuple[str, Callable[[Report], str]], ...]
 RESULTS = "docs/results.md"
 PLACES: dict[str, dict[str, Blocks]] = {
@@ -315,6 +345,7 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "spec_bench": {RESULTS: (("spec_bench", tasks_table),)},
     "spec_bench_sampled": {RESULTS: (("spec_bench_sampled", tasks_table),)},
     "crossover": {RESULTS: (("crossover", conditions),)},
+    "policies": {RESULTS: (("policies", policies_caption),)},
     "experimental": {RESULTS: (("experimental", short_table),)},
     "verified": {"docs/how-to/verify.md": (("verified", verified_table),)},
     "served": {"docs/how-to/serving.md": (("served", served_table),)},
@@ -327,7 +358,7 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "smollm2": {"README.md": (("headline", headline),), RESULTS: (("smollm2", short_table),)},
 }
 """Name of a report -> page -> its marked blocks, each with the function that writes it."""
-PICTURES = {"crossover": crossover_figure}
+PICTURES: dict[str, Callable[[Report], Picture]] = {"crossover": crossover_figure, "policies": policies_figure}
 MAKER = "scripts/publish_results.py"
 
 
