@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from decoding.measure.machine import commit
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkDraft
+from decoding.model.dspark_draft import DSparkDraft
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.commands.dry_run import checkpoint_bytes
 from trainer.drafts.dspark_start import dspark_config

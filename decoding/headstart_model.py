@@ -16,10 +16,10 @@ from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.dtypes import default_device, parse_device
 from decoding.errors import UserError
+from decoding.files.hub import only_cached
 from decoding.generate import DecodingConfig, Engine
 from decoding.model.architecture import check_static, static_of
 from decoding.model.causal_lm import CausalLM
-from decoding.model.hub import only_cached
 from decoding.model.loading import load_model
 from decoding.policies import Policy, default_policy, named_policy
 from decoding.rules.sampling import SamplingConfig

@@ -18,11 +18,11 @@ from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from decoding.model.attention import _GROUPED as NAME
-from decoding.model.attention import copy_free_attention, grouped_attention
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dynamic import TreeMasks
+from decoding.model.forward import _GROUPED as NAME
+from decoding.model.forward import copy_free_attention, grouped_attention
 from decoding.rules.tree import TokenTree, TreeShape
 
 # Longer than the window of the families that have one, on both sides of a branch.

@@ -3,16 +3,20 @@
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from decoding.drafters.base import Drafter, DraftRequest, RowsSession, TextRows, TextStart
+from decoding.drafters.dspark import TextKeys
 from decoding.drafters.growth import ConditionalLogits, Growth, StaticTree
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSpark, DSparkDraft, TextKeys
+from decoding.model.dspark_draft import DSparkDraft, PairedDSpark
 from decoding.policies import Budget
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import Proposal, ProposalKind
+
+_TOGETHER = 1024  # most tokens for which several texts' states are concatenated for one product
 
 
 class DSparkDrafter(Drafter):
@@ -74,7 +78,7 @@ class DSparkDrafter(Drafter):
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "DSparkSession":
         texts = TextRows(sampling, target.vocab_size, target.device)
-        return DSparkSession(self, DSpark(self.draft, target), TextKeys(self.draft, rows, max_length), texts)
+        return DSparkSession(self, PairedDSpark(self.draft, target), TextKeys(self.draft, rows, max_length), texts)
 
 
 class DSparkSession(RowsSession):
@@ -83,7 +87,7 @@ class DSparkSession(RowsSession):
     The cache contains keys of the texts only, never of drafted tokens.
     """
 
-    def __init__(self, drafter: DSparkDrafter, draft: DSpark, keys: TextKeys, texts: TextRows) -> None:
+    def __init__(self, drafter: DSparkDrafter, draft: PairedDSpark, keys: TextKeys, texts: TextRows) -> None:
         super().__init__(texts)
         self._drafter, self._draft, self._keys, self._texts = drafter, draft, keys, texts
         self._unread: dict[int, list[Tensor]] = {}
@@ -117,3 +121,74 @@ class DSparkSession(RowsSession):
         block = self._draft.block_bias(hidden, newest)
         nodes = ConditionalLogits(base, bias, self._draft.output_tokens, block)
         return growth.propose(requests, nodes, texts)
+
+
+class TextKeys:
+    """Keys and values of the texts of a batch, and of the block after each text: (layers, rows, key heads, room, dim).
+
+    Text keys come from the target's states at committed tokens, so only whole blocks are ever dropped.
+    """
+
+    def __init__(self, draft: DSparkDraft, rows: int, longest: int) -> None:
+        """``longest``: final length of the longest text, in positions."""
+        config, weight = draft.config, draft.fc.weight
+        room = longest + config.slots
+        shape = (config.num_hidden_layers, rows, config.num_key_value_heads, room, config.head_dim)
+        self._draft = draft
+        self._keys, self._values = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
+        self.lengths = [0] * rows
+
+    def clear(self, slot: int) -> None:
+        """Empty a row."""
+        self.lengths[slot] = 0
+
+    def move(self, slot: int, to: int) -> None:
+        """Move the row in ``slot`` to ``to``."""
+        length = self.lengths[to] = self.lengths[slot]
+        for buffer in (self._keys, self._values):
+            buffer[:, to, :, :length] = buffer[:, slot, :, :length]
+
+    def append(self, states: Sequence[Float[Tensor, "tokens taps"]]) -> None:
+        """Add the target's states at the next tokens of the first rows, with one product for all rows.
+
+        Many tokens, as in prompts, are added row by row, to avoid a second copy of their states.
+        """
+        together = sum(map(len, states)) <= _TOGETHER
+        for first in (0,) if together else range(len(states)):
+            self._append(first, states if together else states[first : first + 1])
+
+    def _append(self, first: int, states: Sequence[Float[Tensor, "tokens taps"]]) -> None:
+        """Add the states at the next tokens of the rows from ``first`` on."""
+        counts = list(map(len, states))
+        if not any(counts):
+            return
+        begins, device = self.lengths[first : first + len(counts)], self._keys.device
+        places = enumerate(zip(begins, counts, strict=True), first)
+        index = [(row, begin + i) for row, (begin, count) in places for i in range(count)]
+        rows, positions = torch.tensor(index).to(device, non_blocking=True).T
+        read = states[0] if len(states) == 1 else torch.cat(list(states))
+        for layer, both in enumerate(self._draft.text_keys(read[None], positions[None])):
+            for buffer, fresh in zip((self._keys, self._values), both, strict=True):
+                buffer[layer][rows, :, positions] = fresh[0].transpose(0, 1)
+        self.lengths[first : first + len(counts)] = [begin + n for begin, n in zip(begins, counts, strict=True)]
+
+    def run(self, embedded: Float[Tensor, "rows slots hidden"]) -> Float[Tensor, "rows slots hidden"]:
+        """Run a block after each of the first rows; return the input of the target's lm_head. The block is not kept."""
+        (rows, slots), device = embedded.shape[:2], embedded.device
+        begins = self.lengths[:rows]
+        keys, mask = max(begins) + slots, None
+        starts = torch.tensor(begins).to(device, non_blocking=True)[:, None]
+        positions = starts + torch.arange(slots, device=device)
+        if len(set(begins)) > 1:
+            seen = torch.arange(keys, device=device) < starts + slots
+            mask = torch.zeros(seen.shape, dtype=self._keys.dtype, device=device)
+            mask = mask.masked_fill_(~seen, torch.finfo(mask.dtype).min)[:, None, None]
+        index = torch.arange(rows, device=device)[:, None]
+
+        def held(layer: int, *fresh: Tensor) -> tuple[Tensor, Tensor]:
+            for buffer, block in zip((self._keys, self._values), fresh, strict=True):
+                buffer[layer][index, :, positions] = block.transpose(1, 2)
+            return self._keys[layer, :rows, :, :keys], self._values[layer, :rows, :, :keys]
+
+        hidden: Tensor = self._draft(embedded, positions, held, mask, torch.arange(keys, device=device)[None])
+        return hidden

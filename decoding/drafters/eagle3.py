@@ -14,7 +14,7 @@ from decoding.drafters.draft_tree import DraftTreeDrafter, DraftTreeSession
 from decoding.drafters.growth import ChildLogits, Cut, Growth, StaticTree
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
-from decoding.model.eagle3 import Eagle3Draft
+from decoding.model.eagle3_draft import Eagle3Draft
 from decoding.model.forward import unscaled_embeddings
 from decoding.model.vocabulary import over_vocabulary
 from decoding.policies import Budget

@@ -10,7 +10,7 @@ from decoding.errors import UserError
 from decoding.measure.figures import PLAIN, load_of
 from decoding.measure.records import GridCell, Record, Records, provenance_of, provenances, read_lines, record_files
 from decoding.measure.results import Figure, Report, figure_of
-from decoding.measure.rows import tokens_and_seconds
+from decoding.measure.summary import tokens_and_seconds
 from decoding.metrics import FEWEST, Estimate, expanded_quantile, ratio_of_rates
 
 _SMALL = 0.05

@@ -3,7 +3,7 @@
 In each round every method decodes the same wave of prompts in one process; the methods take turns at going first. If
 the machine slows down, all methods slow down alike, and speed-ups are ratios of paired runs. The `generate` of
 `transformers` is one of the methods. Records are written immediately (`decoding.measure.records`); figures are computed
-only from the records (`decoding.measure.rows`).
+only from the records (`decoding.measure.summary`).
 """
 
 import json
@@ -24,7 +24,7 @@ from decoding.measure.proof.greedy import margin_of
 from decoding.measure.questions import PromptSource, TokenPrompts, Wave, waves_of
 from decoding.measure.records import GridCell, Records, RunKey, line_of
 from decoding.measure.results import Report
-from decoding.measure.rows import figures_of
+from decoding.measure.summary import figures_of
 from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import measure_costs

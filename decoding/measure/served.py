@@ -16,7 +16,7 @@ from decoding.measure.figures import PLAIN
 from decoding.measure.methods import Method, Run
 from decoding.measure.records import GridCell, Records, RunKey
 from decoding.measure.results import Latency, Percentiles, Report, ReportRow, SameTexts, figure_of
-from decoding.measure.rows import figures_of
+from decoding.measure.summary import figures_of
 from decoding.metrics import ratio_of_sums, share
 
 SERVED = "served"

@@ -184,7 +184,7 @@ def why_unfit(model: PreTrainedModel) -> str | None:
 def why_no_trees(model: PreTrainedModel) -> str | None:
     """Return the reason why a model cannot run the branches of a tree in one pass; None if it can.
 
-    Without trees, texts run one by one on `transformers`' own cache and masks (`decoding.model.rows`).
+    Without trees, texts run one by one on `transformers`' own cache and masks (`decoding.model.sequential`).
     """
     kind, text_config = model.config.model_type, model.config.get_text_config(decoder=True)
     if getattr(model, "_is_stateful", False):

@@ -267,7 +267,7 @@ class PreallocatedCache(Cache):
         self._handed_out = self._held
 
     def is_full(self, slot: int) -> bool:
-        """Return True if a row's next step may not draft (see `decoding.model.rows`)."""
+        """Return True if a row's next step may not draft (see `decoding.model.sequential`)."""
         return False
 
     @torch.inference_mode()

@@ -19,12 +19,11 @@ from decoding.model.architecture import (
     why_unfit,
     windows,
 )
-from decoding.model.attention import leave_out_cudnn
 from decoding.model.cache import PreallocatedCache
 from decoding.model.dynamic import DynamicSteps, TreeMasks, last_of
-from decoding.model.forward import ModelOutput, run_model
+from decoding.model.forward import ModelOutput, leave_out_cudnn, run_model
 from decoding.model.invariant import BatchInvariant
-from decoding.model.rows import RowSteps
+from decoding.model.sequential import SequentialSteps
 from decoding.model.static import StaticSteps, row_bucket
 from decoding.model.turns import CacheHolder, CacheTurns, lock_of
 from decoding.rules.tree import TokenTree
@@ -77,7 +76,7 @@ class CausalLM:
         self.batch_invariant = batch_invariant
         self._numerics = BatchInvariant if batch_invariant else nullcontext
         """Context of every pass after a prefill."""
-        self._rows = RowSteps(model) if self.no_trees else None
+        self._rows = SequentialSteps(model) if self.no_trees else None
         self._static: StaticSteps | None = None
         self._static_cache: PreallocatedCache | None = None
         self.turns = CacheTurns()

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-from decoding.errors import UserError
+from decoding.errors import UserError, check_whole
+from decoding.files.stored import CONFIG_NAME, read_object
 from decoding.model.causal_lm import CausalLM
-from decoding.model.stored import CONFIG_NAME, check_whole, read_object
 from decoding.rules.tree import MOST_NODES, checked_paths
 
 ARCHITECTURE, WITHOUT_BIAS = "Qwen3DSparkModel", "DFlashDraftModel"

@@ -13,10 +13,10 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from decoding.errors import UserError
+from decoding.errors import UserError, check_whole
+from decoding.files.stored import CONFIG_NAME, read_object
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_config import SLIDING
-from decoding.model.stored import CONFIG_NAME, check_whole, read_object
 
 _ARCHITECTURE, _OF_QWEN3 = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"
 _STYLES = ("llama", _ARCHITECTURE, "Eagle3LlamaForCausalLM", "qwen3", _OF_QWEN3)

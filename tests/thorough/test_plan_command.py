@@ -24,8 +24,7 @@ from decoding.drafters import Drafter, DraftModelDrafter
 from decoding.drafters.registry import LoadedWeights, named_drafter, parse_drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.measure.planning.forms import Family, family_of, first_tree
-from decoding.measure.planning.planner import Planner
-from decoding.measure.planning.survey import PlanConfig
+from decoding.measure.planning.planner import PlanConfig, Planner
 from decoding.measure.planning.views import verdicts
 from decoding.metrics import tokens_per_pass
 from decoding.model.causal_lm import CausalLM

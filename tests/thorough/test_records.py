@@ -16,8 +16,8 @@ from decoding.measure.methods import SETTINGS, EvaluationConfig, Method, Run, se
 from decoding.measure.questions import Asker, Question, TokenPrompts, waves_of
 from decoding.measure.records import GridCell, Records, check_identity, open_records, read_lines, record_files
 from decoding.measure.results import Report, as_json
-from decoding.measure.rows import figures_of
 from decoding.measure.samples import pieces_of, samples_of
+from decoding.measure.summary import figures_of
 from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
 

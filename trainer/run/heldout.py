@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
+from decoding.files.stored import check_finite
 from decoding.generate import DecodingConfig, Engine
 from decoding.measure.compare import verdict
 from decoding.measure.measurement import count_steps
 from decoding.metrics import StepCount, acceptance, ratio_of_rates
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
-from decoding.model.stored import check_finite
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.dataset import Dataset, heldout_prompts
 from trainer.job import Job

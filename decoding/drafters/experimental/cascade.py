@@ -21,8 +21,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from decoding.drafters.base import Drafter, DraftRequest, RowsSession, TextStart, chain_budgets
-from decoding.drafters.draft_model import DraftModelSession
-from decoding.drafters.draft_state import DraftState
+from decoding.drafters.draft_model import DraftModelSession, DraftState
 from decoding.drafters.growth import Growth, StaticTree
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM

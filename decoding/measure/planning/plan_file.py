@@ -10,11 +10,11 @@ from typing import Any
 from decoding.drafters.registry import parse_drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.errors import UserError
+from decoding.files.fingerprint import stored_fingerprint
+from decoding.files.hub import short_name
+from decoding.files.stored import read_object
 from decoding.measure.machine import hardware
 from decoding.measure.planning.step_costs import LEAST_GAIN
-from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.hub import short_name
-from decoding.model.stored import read_object
 
 FORMAT = "headstart plan 1"
 _KEYS = frozenset({"cells", "curves", "drafters", "dtype", "fingerprints", "hardware", "temperature"})

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from decoding.drafters.base import Drafter
 from decoding.drafters.spec import DrafterSpec
+from decoding.measure.planning.planner import CostSurvey, PlanConfig
 from decoding.measure.planning.step_costs import Candidate, StepCosts, best
-from decoding.measure.planning.survey import CostSurvey, PlanConfig
 from decoding.metrics import break_even
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget

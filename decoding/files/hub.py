@@ -31,9 +31,9 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError:
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
 
 from decoding.errors import UserError
-from decoding.model.gguf_file import converted, is_gguf
-from decoding.model.quickstart import embedded_folder, is_embedded
-from decoding.model.stored import WEIGHT_FILES, named_files
+from decoding.files.gguf_file import converted, is_gguf
+from decoding.files.quickstart import embedded_folder, is_embedded
+from decoding.files.stored import WEIGHT_FILES, named_files
 
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "README.md")
 """Config, tokenizer, template, card and similar files; code is also fetched, but runs only if trusted."""

@@ -22,7 +22,7 @@ from filelock import FileLock
 from safetensors import SafetensorError
 
 from decoding.errors import UserError
-from decoding.model.stored import cache_root, read_object
+from decoding.files.stored import cache_root, read_object
 
 _LOGGER = logging.getLogger(__name__)
 _SOURCE, _LINK = "gguf.json", "model.gguf"

@@ -26,7 +26,7 @@ Chosen from 0, 4, 8, 12, 16, 24 and 32 by counts in the loop, for acceptance 0.3
 """
 
 
-class RowsCache(PreallocatedCache):
+class SequentialCache(PreallocatedCache):
     """Tokens of each row, and a restorable `transformers` cache of a prefix.
 
     Without a cache, each pass runs the whole text.
@@ -141,7 +141,7 @@ def _flat(value: Any) -> list[Tensor]:
     return [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
 
 
-class RowSteps:
+class SequentialSteps:
     """Runner of one model's steps, row by row, because padding would change a recurrent state."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -156,10 +156,10 @@ class RowSteps:
                 if hasattr(module, "time_step_limit"):
                     vars(module)["time_step_limit"] = (0.0, float("inf"))
 
-    def new_cache(self, rows: int) -> RowsCache:
+    def new_cache(self, rows: int) -> SequentialCache:
         """Make a cache for ``rows`` texts."""
         keeps = self._cache_name is not None
-        return RowsCache((lambda: DynamicCache(config=self._model.config)) if keeps else None, rows)
+        return SequentialCache((lambda: DynamicCache(config=self._model.config)) if keeps else None, rows)
 
     def state_bytes(self) -> int:
         """Return the bytes of one text's states that do not grow with the text (recurrences and convolutions)."""
@@ -185,7 +185,7 @@ class RowSteps:
         Returns (rows, tokens, hidden) and (rows, tokens, vocab), with shorter rows padded. ``last``: return only each
         row's last token. ``taps``: also return the states of all tokens of each block.
         """
-        assert isinstance(cache, RowsCache), "a cache from another model"
+        assert isinstance(cache, SequentialCache), "a cache from another model"
         outputs = [
             self._run_row(block, cache, slot, last, taps)
             for slot, block in zip(range(len(blocks)) if slots is None else slots, blocks, strict=True)
@@ -197,7 +197,7 @@ class RowSteps:
         return ModelOutput(hidden, logits, tuple(states for output in outputs for states in output.states))
 
     def _run_row(
-        self, block: Sequence[int], cache: RowsCache, slot: int, last: bool, taps: Sequence[int]
+        self, block: Sequence[int], cache: SequentialCache, slot: int, last: bool, taps: Sequence[int]
     ) -> ModelOutput:
         start = cache.lengths[slot] + len(block)
         fed = cache.begin_row(slot, block, self._restarts)

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.errors import UserError
-from decoding.model.folder import adapted_model
-from decoding.model.hub import local_folder
-from decoding.model.loading import TOKENIZER_PROBE, is_heads_folder, reason
-from decoding.model.stored import read_header, weight_files
-from decoding.model.vocabulary import OUTPUT_TOKENS_KEY, OUTPUT_TOKENS_NAME
+from decoding.files.folder import OUTPUT_TOKENS_KEY, OUTPUT_TOKENS_NAME, adapted_model, is_heads_folder, reason
+from decoding.files.hub import local_folder
+from decoding.files.stored import read_header, weight_files
+
+TOKENIZER_PROBE = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
+"""Text that different tokenizers split differently: spaces at the start and end of lines, digits, an accent."""
 
 _DIGITS = 16
 _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "auto_map", "use_cache")
