@@ -118,7 +118,10 @@ def _processors(
 
     @lru_cache(maxsize=256)
     def build(prompt_length: int) -> Any:
-        callers = [each.build(prompt_length) if isinstance(each, ForPromptLength) else each for each in given]
+        callers = [
+            processor.build(prompt_length) if isinstance(processor, ForPromptLength) else processor
+            for processor in given
+        ]
         generating: Any = _Generating()
         given_last = LogitsProcessorList(callers)
         return generating._get_logits_processor(own, prompt_length, logits_processor=given_last, device=str(device))

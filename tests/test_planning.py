@@ -23,7 +23,7 @@ from decoding.measure.planning.step_costs import (
 from decoding.metrics import StepCount, expected_tokens, tokens_per_pass
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import _Passes, measure_costs, pass_over
-from decoding.policies import PLAIN, Budget
+from decoding.policies import NO_DRAFT, Budget
 from decoding.rules.tree import TokenTree, TreeShape
 
 SPEC = DrafterSpec("draft", "folder", {})
@@ -102,7 +102,7 @@ def test_steps_cut_short_by_a_text_s_end_and_steps_of_fewer_rows_are_not_measure
     whole, cut = StepCount(2, 1, 3, 3, room=3), StepCount(2, 1, 2, 2, room=2)
     for steps in ([whole, whole], [whole, whole], [whole, cut], [whole]):  # the first of a budget is not counted
         survey.observe(Budget(3, 4), steps, 1.0, 2.0, 4.0)
-    survey.observe(PLAIN, [whole, whole], 0.0, 2.0, 2.5)
+    survey.observe(NO_DRAFT, [whole, whole], 0.0, 2.0, 2.5)
     assert survey.seconds() == {Budget(3, 4): StepSeconds(1.0, 2.0, 1.0)}
 
 
@@ -137,7 +137,7 @@ def test_accepted_children_give_shares_by_depth_and_rank() -> None:
 
 def costs_of(draft: float, verify: Sequence[float], overhead: float = 0.0, plain_overhead: float = 0.0) -> StepCosts:
     """Costs of chains whose k-th token costs ``draft``, and whose passes over 1, 2, … tokens take ``verify``."""
-    found = {PLAIN: StepSeconds(0.0, verify[0], plain_overhead)}
+    found = {NO_DRAFT: StepSeconds(0.0, verify[0], plain_overhead)}
     for depth in range(1, len(verify)):
         found[Budget(depth, depth + 1)] = StepSeconds(draft * depth, verify[depth], overhead)
     return StepCosts(found, dict(enumerate(verify, start=1)))

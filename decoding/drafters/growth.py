@@ -123,12 +123,12 @@ class ConditionalLogits:
         self._base, self._bias, self._output_tokens, self._block = base, bias, output_tokens, block
 
     def __call__(self, depth: int, rows: Tensor, tokens: Tensor) -> ChildLogits:
-        found = ChildLogits(self._base[depth], rows.to(self._base.device), self._output_tokens)
+        child_logits = ChildLogits(self._base[depth], rows.to(self._base.device), self._output_tokens)
         if self._bias is None:
-            return found
-        found = found.of_nodes()
+            return child_logits
+        child_logits = child_logits.of_nodes()
         factor = None if self._block is None else self._block.factor(depth, rows, tokens)
-        return found._replace(logits=self._bias.added_to(found.logits, tokens, factor))
+        return child_logits._replace(logits=self._bias.added_to(child_logits.logits, tokens, factor))
 
 
 class _Level(NamedTuple):
@@ -231,18 +231,20 @@ class Growth:
         q = torch.zeros(0)
         for depth, level in enumerate(self._levels(cuts, device)):
             known = tokens.clamp(max=texts.vocab_size - 1)  # a valid id for nodes without a draw; never read
-            found = nodes(depth, level.rows, known[level.parents]).to(device)
+            child_logits = nodes(depth, level.rows, known[level.parents]).to(device)
             if sampling.processors:  # they read the logits of all tokens
-                found = ChildLogits(over_vocabulary(found.logits, found.tokens, texts.vocab_size), found.row)
+                child_logits = ChildLogits(
+                    over_vocabulary(child_logits.logits, child_logits.tokens, texts.vocab_size), child_logits.row
+                )
             history = None
             if sampling.needs_history:
                 history = _history(requests, shapes, level, known, texts)
-                found = found.of_nodes()
-                if history.seen is not None and found.tokens is not None:
-                    history = history._replace(seen=history.seen[:, found.tokens])
-            own = found.tokens
+                child_logits = child_logits.of_nodes()
+                if history.seen is not None and child_logits.tokens is not None:
+                    history = history._replace(seen=history.seen[:, child_logits.tokens])
+            own = child_logits.tokens
             if drawn:
-                weights = probabilities(found.logits, sampling, history)[found.row]
+                weights = probabilities(child_logits.logits, sampling, history)[child_logits.row]
                 chosen = draw_rows_without_replacement(weights, uniforms[level.slots])
                 q = q if len(q) else weights.new_zeros(sum(inner), texts.vocab_size)
                 if own is None:
@@ -251,9 +253,9 @@ class Growth:
                     q[level.q_rows[:, None], own] = weights
                     own = F.pad(own, (0, 1), value=texts.vocab_size)  # the token of a draw without weight
             else:
-                adjusted, width = adjusted_logits(found.logits, sampling, history), level.slots.shape[1]
+                adjusted, width = adjusted_logits(child_logits.logits, sampling, history), level.slots.shape[1]
                 best = best_tokens(adjusted)[:, None] if width == 1 else adjusted.topk(width).indices
-                chosen = best[found.row]
+                chosen = best[child_logits.row]
             chosen = chosen if own is None else own[chosen]
             tokens[level.children] = chosen[level.choice]
         by_row = tokens.split(sizes)

@@ -221,6 +221,6 @@ def without_login(address: object) -> str:
 def similar(folder: Path) -> str:
     """Return a suggestion of existing folders with similar names, or an empty text."""
     parent = folder.parent
-    found = [path.name for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
-    close = get_close_matches(folder.name, found)
+    siblings = [path.name for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
+    close = get_close_matches(folder.name, siblings)
     return f" (is it {' or '.join(str(parent / name) for name in close)}?)" if close else ""

@@ -140,7 +140,7 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int 
     for left in (path for pattern in WEIGHT_FILES for path in folder.glob(pattern)):
         left.unlink()
     for name, held in split.filename_to_tensors.items():
-        save_file({each: state[each] for each in held}, folder / name, metadata={"format": "pt"})
+        save_file({tensor_name: state[tensor_name] for tensor_name in held}, folder / name, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
@@ -254,8 +254,8 @@ def without_d2t(
 ) -> dict[str, StoredTensor]:
     """Return a header without ``d2t``; raise UserError unless d2t has ``outputs`` whole numbers (None: is missing)."""
     rest = dict(header)
-    found, wanted = rest.pop("d2t", None), None if outputs is None else StoredTensor("I64", (outputs,))
-    if found != wanted:
+    stored, wanted = rest.pop("d2t", None), None if outputs is None else StoredTensor("I64", (outputs,))
+    if stored != wanted:
         size = "unknown" if outputs is None else f"not a list of {outputs} whole numbers"
         raise UserError(f"{folder} does not fit its config: d2t is {size}; {remedy}")
     return rest

@@ -101,7 +101,7 @@ class EvaluationConfig:
             if setting not in SETTINGS:
                 raise UserError(f"setting is {setting!r}: use greedy, sampling or typical")
         if not self.temperatures or min(self.temperatures) <= 0:
-            given = ", ".join(f"{each:g}" for each in self.temperatures)
+            given = ", ".join(f"{temperature:g}" for temperature in self.temperatures)
             raise UserError(f"temperatures are {given or 'none'}: use numbers above 0 (0 is the setting greedy)")
 
 
@@ -124,15 +124,17 @@ class Setting(NamedTuple):
 
 def settings_of(config: EvaluationConfig) -> list[Setting]:
     """Return the settings in the order requested: greedy once, the others at each temperature."""
-    found: list[Setting] = []
+    settings: list[Setting] = []
     for name in config.settings:
         if name == "greedy":
-            found.append(Setting("greedy", 0.0))
+            settings.append(Setting("greedy", 0.0))
         else:
             typical = name == "typical"
             suffix = ", typical" if typical else ""
-            found += [Setting(f"T={each:g}{suffix}", each, typical) for each in config.temperatures]
-    return found
+            settings += [
+                Setting(f"T={temperature:g}{suffix}", temperature, typical) for temperature in config.temperatures
+            ]
+    return settings
 
 
 def our_method(
@@ -184,8 +186,8 @@ def _rule_name(drafter: Drafter, is_chain: bool, sampling: SamplingConfig, rule:
         return "greedy"
     if rule is not None:
         return rule.name
-    found = {lossless_rule_for(kind, is_chain).name for kind in drafter.kinds(sampling)}
-    return " or ".join(sorted(found))
+    rules = {lossless_rule_for(kind, is_chain).name for kind in drafter.kinds(sampling)}
+    return " or ".join(sorted(rules))
 
 
 def _drafts(drafter: Drafter, sampling: SamplingConfig) -> Drafts:

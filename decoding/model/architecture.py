@@ -46,8 +46,8 @@ def max_positions(text_config: PreTrainedConfig) -> int | None:
     wrong.
     """
     longest: int | None = getattr(text_config, "max_position_embeddings", None)
-    found = _rope_parameters(text_config)
-    limits = [part["original_max_position_embeddings"] for part in found if part.get("rope_type") == "longrope"]
+    ropes = _rope_parameters(text_config)
+    limits = [part["original_max_position_embeddings"] for part in ropes if part.get("rope_type") == "longrope"]
     return min([*limits, *([] if longest is None else [longest])], default=None)
 
 

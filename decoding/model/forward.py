@@ -157,7 +157,7 @@ def capture_taps(
     is taken after the final norm. Each pass in the context adds one tensor, in which the states of each position are
     concatenated. Without taps nothing is collected.
     """
-    found: list[Tensor] = []
+    captured: list[Tensor] = []
     parts: dict[int, Tensor] = {}
     thread = get_ident()
 
@@ -172,7 +172,7 @@ def capture_taps(
                 )
             if tap == taps[-1]:
                 place = parts[tap].device  # layers may be on several devices
-                found.append(torch.cat([parts[each].to(place) for each in taps], -1))
+                captured.append(torch.cat([parts[layer].to(place) for layer in taps], -1))
                 parts.clear()
 
         return hook
@@ -181,7 +181,7 @@ def capture_taps(
         layers = layers_of(model, count) if taps else ()
         for tap in taps:
             hooks.enter_context(hooked(layers[tap].register_forward_hook, hook_of(tap)))
-        yield found
+        yield captured
 
 
 @contextmanager

@@ -188,8 +188,8 @@ _NO_VOCABULARY = "tokenizer.json is missing: copy the tokenizer files of its bas
 
 
 def _has_vocabulary(folder: Path) -> bool:
-    found = {path.name for pattern in _VOCABULARIES for path in folder.glob(pattern)}
-    return bool(found - {"tokenizer_config.json"})
+    names = {path.name for pattern in _VOCABULARIES for path in folder.glob(pattern)}
+    return bool(names - {"tokenizer_config.json"})
 
 
 def model_folder(name: str) -> Path:

@@ -110,5 +110,5 @@ class BlockBias:
         """Return `MarkovBias.factor` of nodes at a depth (from 0) of these rows, after the tokens ``before``."""
         rows, before = rows.to(self._hidden.device), before.to(self._hidden.device)
         state = self._hidden[rows, self._first + depth]
-        found, self._memory[rows] = self._bias.factor(before, state, self._memory[rows])
-        return found
+        factor, self._memory[rows] = self._bias.factor(before, state, self._memory[rows])
+        return factor

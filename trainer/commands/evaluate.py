@@ -22,7 +22,7 @@ from decoding.measure.markdown import one_line
 from decoding.measure.measurement import Measurement, report_of
 from decoding.measure.methods import EvaluationConfig, settings_of, standard_methods
 from decoding.measure.questions import Asker, Question, evenly, read_questions, waves_of
-from decoding.measure.records import check_identity, open_records, provenances, record_files
+from decoding.measure.records import check_origin, open_records, provenances, record_files
 from decoding.measure.redact import published_command, published_name, without_local_paths
 from decoding.measure.report.page import write_html
 from decoding.measure.report.tables import TerminalReport
@@ -267,4 +267,4 @@ def check_records(options: EvaluateOptions, about: Mapping[str, Any]) -> None:
     if options.restart:
         for file in record_files(options.output):
             file.unlink()
-    check_identity(options.output, identity_of(about))
+    check_origin(options.output, identity_of(about))

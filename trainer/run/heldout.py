@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from decoding.errors import UserError
 from decoding.files.stored import check_finite
 from decoding.generate import DecodingConfig, Engine
-from decoding.measure.compare import verdict
+from decoding.measure.compare import conclusion
 from decoding.measure.measurement import count_steps
 from decoding.metrics import StepCount, acceptance, ratio_of_rates
 from decoding.model.causal_lm import CausalLM
@@ -180,7 +180,7 @@ class Watch:
         if best.progress == progress:
             return progress
         _, last = self._last
-        found = verdict(ratio_of_rates([(*ours, *theirs) for ours, theirs in zip(best.texts, last.texts, strict=True)]))
+        found = conclusion(ratio_of_rates([(*ours, *theirs) for ours, theirs in zip(best.texts, last.texts, strict=True)]))
         if found.kind != "real":
             self._log.note(
                 f"step {best.progress.step} had the best evaluation, {best.figure:.3f} tokens per target pass, but not "

@@ -69,7 +69,9 @@ class CostSurvey:
         self.advance: Callable[[], Any] = lambda: None
         limits = [target.max_positions, *(drafter.max_positions for drafter in drafters)]
         longest = min((limit for limit in limits if limit is not None), default=None)
-        self.prompts = [each for each in prompts if longest is None or len(each) + config.max_new_tokens <= longest]
+        self.prompts = [
+            prompt for prompt in prompts if longest is None or len(prompt) + config.max_new_tokens <= longest
+        ]
         if not self.prompts:
             raise UserError(
                 f"no prompt and {config.max_new_tokens} new tokens fit into the {longest} tokens that target and "
@@ -158,15 +160,15 @@ class Planner(CostSurvey):
         for rows in self.config.batch_sizes:
             curve, costs = self.costs_at(rows)
             curves.append(curve)
-            for each, found in zip(measured, costs, strict=True):
-                each.costs[rows] = found
-            choices.append({"batch_size": rows, "choices": [self._choice(each, rows) for each in measured]})
+            for family_measured, family_costs in zip(measured, costs, strict=True):
+                family_measured.costs[rows] = family_costs
+            choices.append({"batch_size": rows, "choices": [self._choice(family, rows) for family in measured]})
             self.advance()
         return {
             **self.about(),
             "halves": [len(half) for half in self._halves],
             "curves": curves,
-            "drafters": [_described(each) for each in measured],
+            "drafters": [_described(family) for family in measured],
             "cells": choices,
         }
 
@@ -208,7 +210,7 @@ class Planner(CostSurvey):
         shares = counts.shares()
         if not shares:  # every text ended at once
             raise UserError("every text was too short for a whole tree: raise --max-new-tokens or use other prompts")
-        found: dict[Paths, Candidate] = {}
+        by_tree: dict[Paths, Candidate] = {}
         most = self.config.most_nodes
         tried = [size for size in sorted({*self.config.sizes, most}) if size <= most]
         for depth in range(1, len(shares) + 1):
@@ -217,31 +219,31 @@ class Planner(CostSurvey):
             for paths in (straight, *(best_tree(shares[:depth], nodes) for nodes in sizes)):
                 if paths and max(map(len, paths)) == depth:
                     tokens = 1 + expected_accepted(paths, shares)
-                    found[paths] = Candidate(family.of_tree(paths), Budget(depth, 1 + len(paths)), tokens, paths)
-        return list(found.values())
+                    by_tree[paths] = Candidate(family.of_tree(paths), Budget(depth, 1 + len(paths)), tokens, paths)
+        return list(by_tree.values())
 
-    def _judged(self, measured: MeasuredFamily, found: Prediction) -> Prediction:
+    def _judged(self, measured: MeasuredFamily, prediction: Prediction) -> Prediction:
         """Replace a tree's predicted tokens per pass by its measured ones, on prompts not used to choose it."""
         if measured.family.kind != "tree":
-            return found
-        spec = found.candidate.spec
+            return prediction
+        spec = prediction.candidate.spec
         if str(spec) not in self._tokens:
             steps, _ = self.decode(Family(spec, "tree", self.load(spec)), self._halves[1])
             self._tokens[str(spec)] = tokens_per_pass(steps)
-        return replace(found, candidate=replace(found.candidate, tokens=self._tokens[str(spec)]))
+        return replace(prediction, candidate=replace(prediction.candidate, tokens=self._tokens[str(spec)]))
 
     # --- costs and choice ---------------------------------------------------------------------------------------------
 
     def _choice(self, measured: MeasuredFamily, rows: int) -> dict[str, Any]:
         costs = measured.costs[rows]
-        found = self._judged(measured, best(measured.candidates, costs))
+        prediction = self._judged(measured, best(measured.candidates, costs))
         straight = self._judged(measured, best(measured.chains, costs)) if measured.chains else None
-        if straight is not None and straight.speedup > found.speedup:  # possible: judged on other prompts
-            found = straight
+        if straight is not None and straight.speedup > prediction.speedup:  # possible: judged on other prompts
+            prediction = straight
         return {
             "drafter": str(measured.family.spec),
             "plain_seconds": costs.plain,
-            "best": _form(found),
+            "best": _form(prediction),
             "best_chain": None if straight is None else _form(straight),
         }
 
@@ -256,14 +258,14 @@ def _described(measured: MeasuredFamily) -> dict[str, Any]:
     }
 
 
-def _form(found: Prediction) -> dict[str, Any]:
-    candidate = found.candidate
+def _form(prediction: Prediction) -> dict[str, Any]:
+    candidate = prediction.candidate
     return {
         "spec": str(candidate.spec),
         **candidate.budget._asdict(),
         "tree": [list(path) for path in candidate.tree],
         "tokens_per_pass": candidate.tokens,
-        "seconds": found.step._asdict(),
-        "cost": found.cost,
-        "speedup": found.speedup,
+        "seconds": prediction.step._asdict(),
+        "cost": prediction.cost,
+        "speedup": prediction.speedup,
     }

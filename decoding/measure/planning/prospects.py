@@ -78,11 +78,13 @@ def outlook(costs: Mapping[str, StepCosts], published: Sequence[Published] = PUB
         steps = [measured.step(Budget(depth, depth + 1)).total / measured.plain for depth in range(1, DEEPEST + 1)]
         least = [break_even({depth: cost}) for depth, cost in enumerate(steps, start=1)]
         drafts.append({"draft": kind, "plain_seconds": measured.plain, "cost": steps, "break_even": least})
-    for each in published:
-        if each.draft in costs:
-            found = best(_chains(each), costs[each.draft])
-            depth, tokens = found.candidate.budget.depth, found.candidate.tokens
-            reached.append({**each._asdict(), "depth": depth, "tokens_per_pass": tokens, "speedup": found.speedup})
+    for entry in published:
+        if entry.draft in costs:
+            prediction = best(_chains(entry), costs[entry.draft])
+            depth, tokens = prediction.candidate.budget.depth, prediction.candidate.tokens
+            reached.append(
+                {**entry._asdict(), "depth": depth, "tokens_per_pass": tokens, "speedup": prediction.speedup}
+            )
     return {"drafts": drafts, "published": reached}
 
 
