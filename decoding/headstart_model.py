@@ -102,9 +102,9 @@ class HeadstartModel:
             target_tokenizer: PreTrainedTokenizerBase | str | None = tokenizer
             if isinstance(target, str):
                 target_tokenizer = tokenizer or target
-                place = None if device is None else parse_device(device)
-                check_static(static, place or default_device())
-                target = load_model(target, dtype, place, trust_remote_code)
+                chosen = None if device is None else parse_device(device)
+                check_static(static, chosen or default_device())
+                target = load_model(target, dtype, chosen, trust_remote_code)
             model = CausalLM(target, static=static_of(static, target), batch_invariant=batch_invariant)
             loader = DrafterLoader(model, target_tokenizer, trust_remote_code)
             return HeadstartModel(model, None if spec is None else loader.load(spec), policy)

@@ -33,7 +33,7 @@ class Policy(Protocol):
     name: str
 
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
-        """Return `NO_DRAFT` or one of the drafter's ``budgets``, which are sorted by cost and do not contain `NO_DRAFT`.
+        """Return `NO_DRAFT` or one of the drafter's ``budgets``, which are sorted by cost and all draft something.
 
         ``rows``: the number of texts decoded together.
         """

@@ -15,7 +15,7 @@ from decoding.fields import Tools
 def with_variables(template: str, variables: Mapping[str, Any]) -> str:
     """Return a chat template with variables set, such as ``enable_thinking`` (``chat_template_kwargs`` of requests).
 
-    The variables become part of the template's text, so they apply to every use of the template and change its fingerprint.
+    The variables become part of the template's text, so they apply to every use of it and change its fingerprint.
     Raises UserError for a name that the template does not read.
     """
     for name in variables:

@@ -159,10 +159,10 @@ def test_what_stands_in_other_rows_and_in_the_padding_does_not_reach_a_row(famil
     for other in ([1, 2, 3], [15, 15, 15, 0, 15, 15, 15, 15, 15]):
         cache = filled(model, [PREFIX, other])
         # Nothing a row does not own may be read: neither the padding of its prefill nor what a rejection left behind.
-        for slot in (0, 1):
+        for row in (0, 1):
             for layer in layers_of(cache):
-                layer.keys[slot, :, cache.lengths[slot] :] = 1e4
-                layer.values[slot, :, cache.lengths[slot] :] = 1e4
+                layer.keys[row, :, cache.lengths[row] :] = 1e4
+                layer.values[row, :, cache.lengths[row] :] = 1e4
         outputs.append(model.verify([TREE, TokenTree.chain([other[0]] * len(other))], cache).logits[0, : len(TREE)])
     torch.testing.assert_close(*outputs, **FLOAT)
 

@@ -61,19 +61,19 @@ class DraftState:
         self._run_trees: dict[int, tuple[TokenTree, int]] = {}
         """Last tree of each row, and how many of its nodes below the root follow the text in the cache."""
 
-    def admit(self, slot: int, start: TextStart) -> None:
-        self.cache.clear(slot)
-        self._committed[slot] = 0
-        self._run_trees.pop(slot, None)
-        self.rows.admit(slot, start)
+    def admit(self, row: int, start: TextStart) -> None:
+        self.cache.clear(row)
+        self._committed[row] = 0
+        self._run_trees.pop(row, None)
+        self.rows.admit(row, start)
 
-    def move(self, slot: int, to: int) -> None:
-        self.cache.move(slot, to)
-        self._committed[to], self._committed[slot] = self._committed[slot], 0
-        self.rows.move(slot, to)
+    def move(self, row: int, to: int) -> None:
+        self.cache.move(row, to)
+        self._committed[to], self._committed[row] = self._committed[row], 0
+        self.rows.move(row, to)
         self._run_trees.pop(to, None)
-        if slot in self._run_trees:
-            self._run_trees[to] = self._run_trees.pop(slot)
+        if row in self._run_trees:
+            self._run_trees[to] = self._run_trees.pop(row)
 
     def catch_up(self, texts: Sequence[Sequence[int]]) -> Float[Tensor, "rows vocab"]:
         """Run the new tokens of each text; return the logits after its last one, over the target's vocabulary."""
@@ -88,8 +88,8 @@ class DraftState:
         blocks = self._lacking(texts)
         if max(map(len, blocks)) > _FEW:
             self.draft.append(blocks, self.cache)
-            for slot, text in enumerate(texts):
-                self.cache.truncate(slot, len(text) - 1)
+            for index, text in enumerate(texts):
+                self.cache.truncate(index, len(text) - 1)
             blocks = [block[-1:] for block in blocks]
         trees = []
         for block, chain in zip(blocks, chains, strict=True):
@@ -100,30 +100,30 @@ class DraftState:
         self.remember(chains, [len(chain) - 1 for chain in chains])
         return [logits[row, len(block) - 1 : len(trees[row])] for row, block in enumerate(blocks)]
 
-    def rewind(self, slot: int, length: int) -> None:
+    def rewind(self, row: int, length: int) -> None:
         """Forget the tokens of a row's text from ``length`` on."""
-        if length < self._committed[slot]:
-            self._run_trees.pop(slot, None)
-            self.cache.truncate(slot, length)
-            self._committed[slot] = length
+        if length < self._committed[row]:
+            self._run_trees.pop(row, None)
+            self.cache.truncate(row, length)
+            self._committed[row] = length
 
     def _lacking(self, texts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the tokens of each text that the cache lacks, which the caller runs; fresh prompts run here."""
         self.cache.check(self._lease)
-        for slot, text in enumerate(texts):
-            self._keep_accepted(slot, text)
+        for row, text in enumerate(texts):
+            self._keep_accepted(row, text)
         self._prefill_fresh(texts)
-        blocks = [self._known(text[self._committed[slot] :]) for slot, text in enumerate(texts)]
+        blocks = [self._known(text[self._committed[row] :]) for row, text in enumerate(texts)]
         self._committed[: len(texts)] = [len(text) for text in texts]
         return blocks
 
     def _prefill_fresh(self, texts: Sequence[Sequence[int]]) -> None:
         """Run the prompts of new rows up to their last tokens. They run separately, so that old rows are not padded."""
-        fresh = [slot for slot, text in enumerate(texts) if self._committed[slot] == 0 and len(text) > 1]
+        fresh = [row for row, text in enumerate(texts) if self._committed[row] == 0 and len(text) > 1]
         if fresh:
-            self.draft.prefill([self._known(texts[slot][:-1]) for slot in fresh], self.cache, fresh)
-            for slot in fresh:
-                self._committed[slot] = len(texts[slot]) - 1
+            self.draft.prefill([self._known(texts[row][:-1]) for row in fresh], self.cache, fresh)
+            for row in fresh:
+                self._committed[row] = len(texts[row]) - 1
             self.draft.prepare(self.cache, len(texts), (), self._longest)
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
@@ -132,22 +132,22 @@ class DraftState:
         last = self.draft.vocab_size - 1
         return [min(token, last) for token in tokens]
 
-    def _keep_accepted(self, slot: int, text: Sequence[int]) -> None:
+    def _keep_accepted(self, row: int, text: Sequence[int]) -> None:
         """Keep the keys of the nodes of the last tree that became text; drop the others."""
-        if slot not in self._run_trees:
+        if row not in self._run_trees:
             return
-        tree, run = self._run_trees.pop(slot)
+        tree, run = self._run_trees.pop(row)
         # The text's last token is left out: the next draft runs it first, and a lossy rule may write a token that it
         # rejected.
-        path = tree.follow(text[self._committed[slot] : -1])
+        path = tree.follow(text[self._committed[row] : -1])
         kept = [node - 1 for node in path if node <= run]
-        self.cache.commit(slot, self._committed[slot], kept)
-        self._committed[slot] += len(kept)
+        self.cache.commit(row, self._committed[row], kept)
+        self._committed[row] += len(kept)
 
     def remember(self, trees: Sequence[TokenTree], run: Sequence[int]) -> None:
         """Record that the cache contains, after each row's text, the first ``run[row]`` nodes below its tree's root."""
-        for slot, (tree, count) in enumerate(zip(trees, run, strict=True)):
-            self._run_trees[slot] = (tree, count)
+        for row, (tree, count) in enumerate(zip(trees, run, strict=True)):
+            self._run_trees[row] = (tree, count)
 
     def step(self, tokens: Int[Tensor, " rows"]) -> Float[Tensor, "rows vocab"]:
         """Run one more token in each row, and return its logits."""

@@ -93,28 +93,28 @@ class DSparkSession(RowsSession):
         self._unread: dict[int, list[Tensor]] = {}
         """For each row, the target's states at the tokens that the draft has not read yet."""
 
-    def admit(self, slot: int, start: TextStart) -> None:
-        super().admit(slot, start)
-        self._keys.clear(slot)
-        self._unread[slot] = []
+    def admit(self, row: int, start: TextStart) -> None:
+        super().admit(row, start)
+        self._keys.clear(row)
+        self._unread[row] = []
 
-    def move(self, slot: int, to: int) -> None:
-        super().move(slot, to)
-        self._keys.move(slot, to)
-        self._unread[to] = self._unread.pop(slot)
+    def move(self, row: int, to: int) -> None:
+        super().move(row, to)
+        self._keys.move(row, to)
+        self._unread[to] = self._unread.pop(row)
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        for slot, request in enumerate(requests):
+        for row, request in enumerate(requests):
             if request.states is not None:
-                self._unread[slot].append(request.states)
+                self._unread[row].append(request.states)
         growth, texts = self._drafter.growth, self._texts
         deepest = max(growth.tree.cut(request)[0].max_depth for request in requests)
         if not deepest:
             return [Proposal.root_only(request.tokens[-1], texts.device) for request in requests]
-        unread = [self._unread[slot] for slot in range(len(requests))]
+        unread = [self._unread[row] for row in range(len(requests))]
         self._keys.append([parts[0] if len(parts) == 1 else torch.cat(parts) for parts in unread])
-        self._unread.update({slot: [] for slot in range(len(requests))})
+        self._unread.update({row: [] for row in range(len(requests))})
         newest = torch.tensor([request.tokens[-1] for request in requests]).to(texts.device, non_blocking=True)
         hidden = self._keys.run(self._draft.embed(newest))
         base, bias = self._draft.logits(hidden, deepest).transpose(0, 1), self._draft.draft.markov
@@ -138,15 +138,15 @@ class TextKeys:
         self._keys, self._values = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
         self.lengths = [0] * rows
 
-    def clear(self, slot: int) -> None:
+    def clear(self, row: int) -> None:
         """Empty a row."""
-        self.lengths[slot] = 0
+        self.lengths[row] = 0
 
-    def move(self, slot: int, to: int) -> None:
-        """Move the row in ``slot`` to ``to``."""
-        length = self.lengths[to] = self.lengths[slot]
+    def move(self, row: int, to: int) -> None:
+        """Move a row to row ``to``."""
+        length = self.lengths[to] = self.lengths[row]
         for buffer in (self._keys, self._values):
-            buffer[:, to, :, :length] = buffer[:, slot, :, :length]
+            buffer[:, to, :, :length] = buffer[:, row, :, :length]
 
     def append(self, states: Sequence[Float[Tensor, "tokens taps"]]) -> None:
         """Add the target's states at the next tokens of the first rows, with one product for all rows.
@@ -163,8 +163,8 @@ class TextKeys:
         if not any(counts):
             return
         begins, device = self.lengths[first : first + len(counts)], self._keys.device
-        places = enumerate(zip(begins, counts, strict=True), first)
-        index = [(row, begin + i) for row, (begin, count) in places for i in range(count)]
+        spans = enumerate(zip(begins, counts, strict=True), first)
+        index = [(row, begin + i) for row, (begin, count) in spans for i in range(count)]
         rows, positions = torch.tensor(index).to(device, non_blocking=True).T
         read = states[0] if len(states) == 1 else torch.cat(list(states))
         for layer, both in enumerate(self._draft.text_keys(read[None], positions[None])):

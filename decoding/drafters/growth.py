@@ -139,7 +139,7 @@ class _Level(NamedTuple):
     children: Int[Tensor, " children"]
     choice: tuple[Int[Tensor, " children"], Int[Tensor, " children"]]
     """Each child's parent, as an index in ``parents``, and its rank."""
-    slots: Int[Tensor, "parents width"]
+    child: Int[Tensor, "parents width"]
     """On the host: the child of each rank of each parent, or node 0."""
     parents_by_row: tuple[tuple[int, ...], ...]
     """The parents in each row's tree, by their numbers in that tree."""
@@ -170,15 +170,15 @@ def _levels(cuts: tuple[Cut, ...], device: torch.device) -> list[_Level]:
                 q_rows.append(first_q[row] + shape.inner[parent])
                 children += [first[row] + child for child in shape.children[parent]]
                 ranks += [ranks_of[child - 1] for child in shape.children[parent]]
-        slots = torch.zeros(len(parents), max(ranks) + 1, dtype=torch.long)
-        slots[owners, ranks] = torch.tensor(children)
+        child = torch.zeros(len(parents), max(ranks) + 1, dtype=torch.long)
+        child[owners, ranks] = torch.tensor(children)
 
         def on_device(values: list[int]) -> Tensor:
             return torch.tensor(values).to(device, non_blocking=True)
 
         choice = on_device(owners), on_device(ranks)
         nodes = on_device(rows), on_device(parents), on_device(children)
-        levels.append(_Level(*nodes, choice, slots, tuple(by_row), on_device(q_rows)))
+        levels.append(_Level(*nodes, choice, child, tuple(by_row), on_device(q_rows)))
     return levels
 
 
@@ -245,7 +245,7 @@ class Growth:
             own = child_logits.tokens
             if drawn:
                 weights = probabilities(child_logits.logits, sampling, history)[child_logits.row]
-                chosen = draw_rows_without_replacement(weights, uniforms[level.slots])
+                chosen = draw_rows_without_replacement(weights, uniforms[level.child])
                 q = q if len(q) else weights.new_zeros(sum(inner), texts.vocab_size)
                 if own is None:
                     q[level.q_rows] = weights
@@ -253,7 +253,7 @@ class Growth:
                     q[level.q_rows[:, None], own] = weights
                     own = F.pad(own, (0, 1), value=texts.vocab_size)  # the token of a draw without weight
             else:
-                adjusted, width = adjusted_logits(child_logits.logits, sampling, history), level.slots.shape[1]
+                adjusted, width = adjusted_logits(child_logits.logits, sampling, history), level.child.shape[1]
                 best = best_tokens(adjusted)[:, None] if width == 1 else adjusted.topk(width).indices
                 chosen = best[child_logits.row]
             chosen = chosen if own is None else own[chosen]

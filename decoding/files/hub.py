@@ -153,12 +153,12 @@ def only_cached(wanted: bool = True) -> Iterator[None]:
 def _snapshot(named: HubName, patterns: Sequence[str], ignored: Sequence[str] = _FOLDERS) -> Path:
     """Fetch the repository's files that match the patterns; return their folder, named after the commit."""
     revision = named.revision or constants.DEFAULT_REVISION
-    place = (str(constants.HF_HUB_CACHE), str(constants.ENDPOINT), named.repo_id, revision)
+    key = (str(constants.HF_HUB_CACHE), str(constants.ENDPOINT), named.repo_id, revision)
     try:
         validate_repo_id(named.repo_id)
         folder = snapshot_download(
             named.repo_id,
-            revision=_commits.get(place, revision),
+            revision=_commits.get(key, revision),
             allow_patterns=list(patterns),
             ignore_patterns=list(ignored),
             local_files_only=_only_cached.get(),
@@ -166,7 +166,7 @@ def _snapshot(named: HubName, patterns: Sequence[str], ignored: Sequence[str] = 
     except (HTTPError, OSError, HFValidationError, LocalEntryNotFoundError) as error:
         problem = explained(error, named, f"{without_login(constants.ENDPOINT)}/{named.repo_id}")
     else:
-        _commits[place] = Path(folder).name
+        _commits[key] = Path(folder).name
         return Path(folder)
     # Raised outside the handler, because the exception's context would contain the request and its headers.
     raise UserError(

@@ -247,7 +247,7 @@ class Asker:
     def asked(self) -> dict[str, Any]:
         """Describe what every method was asked: the template with its fingerprint, and the turns.
 
-        ``questions_sha256`` covers ids, tasks and the texts of later turns; fingerprints of first turns are in the records.
+        ``questions_sha256`` covers ids, tasks and the texts of later turns; the records have fingerprints of prompts.
         """
         chat = self.tokenizer.chat_template is not None and not all(question.plain for question in self.questions)
         template = self.tokenizer.chat_template if chat else None

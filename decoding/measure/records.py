@@ -47,7 +47,7 @@ class RunKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """The texts of one wave by one method. ``prompts`` are question ids; each has a fingerprint of its tokens and a run."""
+    """The texts of one wave by one method. Each of the ``prompts`` (question ids) has a fingerprint and a run."""
 
     key: RunKey
     prompts: tuple[str, ...]

@@ -105,8 +105,8 @@ def with_counters(row: ReportRow, counters: Sequence[Mapping[str, Any]]) -> Repo
     drafted, accepted = (sum(round(counter[name]) for counter in counters) for name in ("drafted", "accepted"))
     depth = max(len(counter["reached"]) for counter in counters)
     reached = [
-        sum(round(counter["reached"][place]) for counter in counters if place < len(counter["reached"]))
-        for place in range(depth)
+        sum(round(counter["reached"][position]) for counter in counters if position < len(counter["reached"]))
+        for position in range(depth)
     ]
     if sum(reached) != accepted or not all(after <= before for before, after in pairwise([drafts, *reached])):
         return replace(row, counters_disagree=True)
@@ -170,7 +170,9 @@ def _is_of(key: RunKey, row: ReportRow) -> bool:
     return (key.setting, key.method, key.cell.batch_size) == (row.setting, row.method, row.batch_size)
 
 
-def _same_texts(mine: Mapping[RunKey, Mapping[str, Any]], by_key: Mapping[RunKey, Mapping[str, Any]]) -> SameTexts | None:
+def _same_texts(
+    mine: Mapping[RunKey, Mapping[str, Any]], by_key: Mapping[RunKey, Mapping[str, Any]]
+) -> SameTexts | None:
     """Count the greedy texts that equal the plain endpoint's; servers do not report logits, so margins are unknown."""
     pairs = [(line, by_key.get(key._replace(method=PLAIN))) for key, line in mine.items()]
     same = [line["timing"][4] == plain["timing"][4] for line, plain in pairs if plain is not None]

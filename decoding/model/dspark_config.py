@@ -102,9 +102,7 @@ class DSparkConfig:
     def __post_init__(self) -> None:
         for size in fields(self):
             if size.type is int:
-                check_whole(
-                    size.name, getattr(self, size.name), size.name not in ("mask_token_id", "markov_rank")
-                )
+                check_whole(size.name, getattr(self, size.name), size.name not in ("mask_token_id", "markov_rank"))
         taps = tuple(self.target_layer_ids)
         for tap in taps:
             check_whole("an entry of target_layer_ids", tap, 0)

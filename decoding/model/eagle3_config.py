@@ -236,9 +236,7 @@ def _config_of(stored: Mapping[str, Any]) -> Eagle3Config:
     # A nested file without norm_before_residual means false, which speculators reads; vLLM takes true.
     for problem in (problem for problem, applies in refused.items() if applies):
         raise UserError(problem)
-    known = {
-        size.name: flat[size.name] for size in fields(Eagle3Config) if flat.get(size.name) is not None
-    }
+    known = {size.name: flat[size.name] for size in fields(Eagle3Config) if flat.get(size.name) is not None}
     known["norm_before_fc"] = flat.get("norm_before_fc") or own.get("norm_before_fc") or False
     config = Eagle3Config(
         **{

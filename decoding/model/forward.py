@@ -171,8 +171,8 @@ def capture_taps(
                     f"layers of {type(model).__name__} output several streams: train heads or an ordinary draft on it"
                 )
             if tap == taps[-1]:
-                place = parts[tap].device  # layers may be on several devices
-                captured.append(torch.cat([parts[layer].to(place) for layer in taps], -1))
+                device = parts[tap].device  # layers may be on several devices
+                captured.append(torch.cat([parts[layer].to(device) for layer in taps], -1))
                 parts.clear()
 
         return hook

@@ -34,7 +34,7 @@ from decoding.files.folder import (
 )
 from decoding.files.hub import local_folder
 from decoding.files.stored import check_finite, read_header, weight_files
-from decoding.model.architecture import is_spread, places_of, why_not_static
+from decoding.model.architecture import devices_of, is_spread, why_not_static
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_config import is_dspark_folder, read_dspark_config
 from decoding.model.dspark_draft import DSparkDraft, check_ends
@@ -61,10 +61,10 @@ def load_model(
     device, and if the model cannot be read, lacks weights, or is too large for all GPUs together.
     """
     kept: torch.dtype | Literal["auto"] = "auto" if dtype == "auto" else parse_dtype(dtype or "fast")
-    place = None if device is None else parse_device(device)
+    chosen = None if device is None else parse_device(device)
     folder = model_folder(name)
     check_model_folder(folder)
-    spread = place is None and exceeds_first_gpu(folder, kept)
+    spread = chosen is None and exceeds_first_gpu(folder, kept)
     if spread:
         _LOGGER.warning("%s does not fit on the first GPU and is spread over %d GPUs", name, torch.cuda.device_count())
     disable_progress_bar()  # the weights are read before the progress bar is drawn
@@ -72,7 +72,7 @@ def load_model(
         described = _that_or_base(folder, "config.json")
         config = AutoConfig.from_pretrained(str(described), trust_remote_code=trust_remote_code)
         # Quantised weights are created on their device, because most cannot be moved.
-        placed = {"": place or default_device()} if quantisation(described) else None
+        placed = {"": chosen or default_device()} if quantisation(described) else None
         read: Any = auto_class(config).from_pretrained(
             str(folder),
             dtype=kept,
@@ -89,8 +89,8 @@ def load_model(
             f"the weights of {name} lack {missing[0]}, one of {len(missing)} missing: use a complete folder"
         )
     if not spread and placed is None:
-        model.to(place or default_device())  # type: ignore[arg-type]  # transformers' stubs
-    elif is_spread(model) and (left := sorted({"cpu", "disk"} & places_of(model))):
+        model.to(chosen or default_device())  # type: ignore[arg-type]  # transformers' stubs
+    elif is_spread(model) and (left := sorted({"cpu", "disk"} & devices_of(model))):
         raise UserError(
             f"{name} does not fit on the GPUs without {' and '.join(left)}: use more GPUs or a narrower dtype"
         )

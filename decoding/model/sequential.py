@@ -38,37 +38,37 @@ class SequentialCache(PreallocatedCache):
         self._new = new
         self._rows = [_Row(new) for _ in range(rows)]
 
-    def is_full(self, slot: int) -> bool:
-        return self._new is not None and self._rows[slot].waiting > MOST_FED_AGAIN
+    def is_full(self, row: int) -> bool:
+        return self._new is not None and self._rows[row].waiting > MOST_FED_AGAIN
 
-    def begin_row(self, slot: int, block: Sequence[int], restarts: bool = False) -> list[int]:
+    def begin_row(self, row: int, block: Sequence[int], restarts: bool = False) -> list[int]:
         """Announce a pass that appends a block to a row; return the tokens to run: the waiting ones, then the block.
 
         ``restarts``: the model cannot run several tokens after a cached text, so it runs the whole text.
         """
-        row = self._rows[slot]
-        row.tokens += block
-        if restarts and row.waiting > 1:
-            row.restart()
-        self.lengths[slot] += len(block)
-        return row.begin()
+        text = self._rows[row]
+        text.tokens += block
+        if restarts and text.waiting > 1:
+            text.restart()
+        self.lengths[row] += len(block)
+        return text.begin()
 
-    def held(self, slot: int) -> Cache | None:
+    def held(self, row: int) -> Cache | None:
         """Return the cache that a row's pass reads and writes."""
-        return self._rows[slot].cache
+        return self._rows[row].cache
 
-    def truncate(self, slot: int, length: int) -> None:
-        super().truncate(slot, length)
-        self._rows[slot].truncate(length)
+    def truncate(self, row: int, length: int) -> None:
+        super().truncate(row, length)
+        self._rows[row].truncate(length)
 
-    def clear(self, slot: int) -> None:
-        super().clear(slot)
-        self._rows[slot] = _Row(self._new)
+    def clear(self, row: int) -> None:
+        super().clear(row)
+        self._rows[row] = _Row(self._new)
 
-    def move(self, slot: int, to: int) -> None:
-        self._rows[to] = self._rows[slot]
-        super().move(slot, to)  # clears the slot
-        if slot == to:
+    def move(self, row: int, to: int) -> None:
+        self._rows[to] = self._rows[row]
+        super().move(row, to)  # clears the row
+        if row == to:
             self.lengths[to] = len(self._rows[to].tokens)
 
 
@@ -180,19 +180,19 @@ class SequentialSteps:
         self,
         blocks: Sequence[Sequence[int]],
         cache: PreallocatedCache,
-        slots: Sequence[int] | None = None,
+        rows: Sequence[int] | None = None,
         last: bool = False,
         taps: Sequence[int] = (),
     ) -> ModelOutput:
-        """Run a chain of tokens after each of the rows ``slots`` (None: the first ones).
+        """Run a chain of tokens after each of the ``rows`` (None: the first ones).
 
         Returns (rows, tokens, hidden) and (rows, tokens, vocab), with shorter rows padded. ``last``: return only each
         row's last token. ``taps``: also return the states of all tokens of each block.
         """
         assert isinstance(cache, SequentialCache), "a cache from another model"
         outputs = [
-            self._run_row(block, cache, slot, last, taps)
-            for slot, block in zip(range(len(blocks)) if slots is None else slots, blocks, strict=True)
+            self._run_row(block, cache, row, last, taps)
+            for row, block in zip(range(len(blocks)) if rows is None else rows, blocks, strict=True)
         ]
         hidden, logits = (
             pad_sequence([part[0] for part in parts], batch_first=True)
@@ -201,14 +201,14 @@ class SequentialSteps:
         return ModelOutput(hidden, logits, tuple(states for output in outputs for states in output.states))
 
     def _run_row(
-        self, block: Sequence[int], cache: SequentialCache, slot: int, last: bool, taps: Sequence[int]
+        self, block: Sequence[int], cache: SequentialCache, row: int, last: bool, taps: Sequence[int]
     ) -> ModelOutput:
-        start = cache.lengths[slot] + len(block)
-        fed = cache.begin_row(slot, block, self._restarts)
+        start = cache.lengths[row] + len(block)
+        fed = cache.begin_row(row, block, self._restarts)
         device = self._model.device
-        places = torch.arange(start - len(fed), start, device=device)[None] if self._has_positions else None
+        positions = torch.arange(start - len(fed), start, device=device)[None] if self._has_positions else None
         count = 1 if last else len(block)
-        tokens, held = torch.tensor([fed], device=device), cache.held(slot)
+        tokens, held = torch.tensor([fed], device=device), cache.held(row)
         inputs = {} if self._cache_name is None else {self._cache_name: held}
-        output = run_model(self._model, tokens, places, inputs, None, lambda hidden: hidden[:, -count:], taps)
+        output = run_model(self._model, tokens, positions, inputs, None, lambda hidden: hidden[:, -count:], taps)
         return output._replace(states=tuple(states[-len(block) :] for states in output.states))

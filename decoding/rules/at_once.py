@@ -151,7 +151,7 @@ def _siblings(batch: Undecided, like: Float[Tensor, "flat vocab"], by_depth: boo
 def reject(batch: Undecided) -> Int[Tensor, "rows 3"]:
     """Decide by `recursive_rejection`; returns the same as `walk`.
 
-    Every path to a node has tried the same children, so each try reads a number at a known place.
+    Every path to a node has tried the same children, so each try reads a number at a known index.
     """
     shapes, p = [tree.shape for tree in batch.trees], batch.p()
     ends = batch.sent(padded([_tries(shape)[1] for shape in shapes], 0))
@@ -234,8 +234,8 @@ def traverse(batch: Undecided) -> Int[Tensor, "rows 3"]:
     asked = (chance > 0) & (order > 0)
     number = asked.cumsum(1) - asked.long()
     kept = (order == 0) | (asked & (uniforms.gather(1, number) < chance))
-    place = kept.int().argmax(1, keepdim=True)  # the first
-    return _drawn(mass, order.gather(1, place), (number + asked).gather(1, place), uniforms)
+    first = kept.int().argmax(1, keepdim=True)
+    return _drawn(mass, order.gather(1, first), (number + asked).gather(1, first), uniforms)
 
 
 def accept_typical(batch: Undecided, epsilon: float, delta: float) -> Int[Tensor, "rows 3"]:
@@ -278,12 +278,12 @@ def _drawn(
 
 @lru_cache(maxsize=256)
 def _tries(shape: TreeShape) -> tuple[list[int], list[int]]:
-    """Return for each node the place of the number that tries it, and of the number drawn if no child is kept."""
-    before, place = [0] * len(shape), [0] * len(shape)
+    """Return for each node the index of the number that tries it, and of the number drawn if no child is kept."""
+    before, index = [0] * len(shape), [0] * len(shape)
     for node, children in enumerate(shape.children):
         for rank, child in enumerate(children):
-            place[child], before[child] = before[node] + rank, before[node] + rank + 1
-    return place, [taken + len(children) for taken, children in zip(before, shape.children, strict=True)]
+            index[child], before[child] = before[node] + rank, before[node] + rank + 1
+    return index, [taken + len(children) for taken, children in zip(before, shape.children, strict=True)]
 
 
 @lru_cache(maxsize=256)

@@ -180,7 +180,8 @@ class Watch:
         if best.progress == progress:
             return progress
         _, last = self._last
-        found = conclusion(ratio_of_rates([(*ours, *theirs) for ours, theirs in zip(best.texts, last.texts, strict=True)]))
+        pairs = [(*ours, *theirs) for ours, theirs in zip(best.texts, last.texts, strict=True)]
+        found = conclusion(ratio_of_rates(pairs))
         if found.kind != "real":
             self._log.note(
                 f"step {best.progress.step} had the best evaluation, {best.figure:.3f} tokens per target pass, but not "

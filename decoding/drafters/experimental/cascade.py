@@ -92,15 +92,15 @@ class CascadeSession(RowsSession):
         self._starts: dict[int, TextStart] = {}
         self._texts: dict[int, list[int]] = {}
 
-    def admit(self, slot: int, start: TextStart) -> None:
-        super().admit(slot, start)
-        self._guesser.admit(slot, start)
-        self._starts[slot], self._texts[slot] = start, []
+    def admit(self, row: int, start: TextStart) -> None:
+        super().admit(row, start)
+        self._guesser.admit(row, start)
+        self._starts[row], self._texts[row] = start, []
 
-    def move(self, slot: int, to: int) -> None:
-        super().move(slot, to)
-        self._guesser.move(slot, to)
-        self._starts[to], self._texts[to] = self._starts.pop(slot), self._texts.pop(slot)
+    def move(self, row: int, to: int) -> None:
+        super().move(row, to)
+        self._guesser.move(row, to)
+        self._starts[to], self._texts[to] = self._starts.pop(row), self._texts.pop(row)
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:

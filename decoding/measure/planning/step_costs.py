@@ -149,8 +149,7 @@ def survey_steps(
 class StepCosts:
     """Seconds of a step with one drafter at one batch size, for every depth and number of nodes.
 
-    ``measured`` holds the measured steps, including `NO_DRAFT`. ``curve`` maps a target pass's tokens to its seconds. Other
-    sizes are fitted: drafting is linear in depth and nodes, overhead is linear in nodes, and verifying is linear in the
+    ``measured`` includes `NO_DRAFT`. ``curve`` maps a target pass's tokens to its seconds. Other sizes are fitted: drafting is linear in depth and nodes, overhead is linear in nodes, and verifying is linear in the
     seconds that ``curve`` predicts for the pass.
     """
 
@@ -183,15 +182,15 @@ class StepCosts:
 
 
 def _fitted(points: Sequence[tuple[Sequence[float], float]], at: Sequence[float]) -> float:
-    """Fit a linear function by least squares of relative errors, and return its value ``at`` a place, at least 0.
+    """Fit a linear function by least squares of relative errors, and return its value ``at`` a point, at least 0.
 
     A slope is 0 if the fitted slope is negative or if the points do not determine it.
     """
-    used = [axis for axis in range(len(at)) if len({place[axis] for place, _ in points}) > 1]
+    used = [axis for axis in range(len(at)) if len({point[axis] for point, _ in points}) > 1]
     values = torch.tensor([value for _, value in points], dtype=torch.float64)
     weights = 1 / values.clamp(min=max(1e-9, float(values.max()) / 20))
     while True:
-        rows = [[1.0, *(place[axis] for axis in used)] for place, _ in points]
+        rows = [[1.0, *(point[axis] for axis in used)] for point, _ in points]
         design = torch.tensor(rows, dtype=torch.float64)
         scale = design.abs().amax(0)  # the columns have different units
         solved = (
