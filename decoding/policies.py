@@ -86,7 +86,7 @@ class _Acceptance:
         trials, hits = (self._trials[depth], self._hits[depth]) if depth < len(self._trials) else (0.0, 0.0)
         return (hits + weight * guess) / (trials + weight), trials + weight
 
-    def tokens(self, depth: int, luck: float) -> float:
+    def expected_tokens(self, depth: int, luck: float) -> float:
         """Return the tokens of a step that drafts to this depth, ``luck`` standard deviations above the expectation."""
         total = reached = 1.0
         for index in range(depth):
@@ -254,7 +254,7 @@ class AdaptivePolicy:
         rates: dict[Budget, float] = {}
         for arm in (NO_DRAFT, *arms):
             mean, deviation = known.get(arm) or seconds.guess(arm, points)
-            tokens = arms[arm].tokens(arm.depth, luck) if arm in arms else 1.0
+            tokens = arms[arm].expected_tokens(arm.depth, luck) if arm in arms else 1.0
             rates[arm] = tokens / (mean * math.exp(caution * self._chance.gauss(0.0, deviation) if points else 0.0))
         return max(rates, key=lambda arm: rates[arm])
 

@@ -88,11 +88,11 @@ def test_the_predicted_speedup_is_the_machine_s_within_a_few_percent(
     costs = surveyed(machine, 10, rows)
     for candidate in chain_candidates(rate, 10):
         depth = candidate.budget.depth
-        true = candidate.tokens / (draft * depth + machine.verify(rows, depth + 1)) * machine.verify(rows, 1)
+        true = candidate.tokens_per_pass / (draft * depth + machine.verify(rows, depth + 1)) * machine.verify(rows, 1)
         assert best([candidate], costs).speedup == pytest.approx(true, rel=0.05)
     chosen = best(chain_candidates(rate, 10), costs)
     budget = chosen.candidate.budget
-    rate_of_chosen = chosen.candidate.tokens / (draft * budget.depth + machine.verify(rows, budget.nodes))
+    rate_of_chosen = chosen.candidate.tokens_per_pass / (draft * budget.depth + machine.verify(rows, budget.nodes))
     true_rates = [expected_tokens(rate, d) / (draft * d + machine.verify(rows, d + 1)) for d in range(11)]
     assert rate_of_chosen > 0.97 * max(true_rates)
 
@@ -145,7 +145,7 @@ def costs_of(draft: float, verify: Sequence[float], overhead: float = 0.0, plain
 
 def test_the_speedup_counts_the_overhead_of_both_loops() -> None:
     costs = costs_of(0.5, [1.0, 1.0, 1.0], overhead=0.5, plain_overhead=1.0)
-    found = Prediction(Candidate(SPEC, Budget(2, 3), tokens=2.5), costs.step(Budget(2, 3)), costs.plain)
+    found = Prediction(Candidate(SPEC, Budget(2, 3), tokens_per_pass=2.5), costs.step(Budget(2, 3)), costs.plain)
     assert found.plain == 2.0 and found.cost == pytest.approx((1.0 + 1.0 + 0.5) / 2.0)
     assert found.speedup == pytest.approx(2.5 / 1.25)
 

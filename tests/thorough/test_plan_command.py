@@ -300,7 +300,7 @@ def test_a_draft_equal_to_the_target_is_accepted_whole_at_every_depth(
     config = replace(FAST, temperature=temperature, max_new_tokens=31)  # the prefill's token, and ten passes of three
     planner = Planner(tiny_llama, load, [DrafterSpec("draft", "same", {"tokens": 2})], PROMPTS, config)
     measured = planner.measure(planner.families[0])
-    assert [candidate.tokens for candidate in measured.chains] == [2.0, 3.0]
+    assert [candidate.tokens_per_pass for candidate in measured.chains] == [2.0, 3.0]
 
 
 def test_prompts_that_a_draft_cannot_hold_are_left_out_and_none_at_all_is_refused(

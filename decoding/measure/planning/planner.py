@@ -230,7 +230,7 @@ class Planner(CostSurvey):
         if str(spec) not in self._tokens:
             steps, _ = self.decode(Family(spec, "tree", self.load(spec)), self._halves[1])
             self._tokens[str(spec)] = tokens_per_pass(steps)
-        return replace(prediction, candidate=replace(prediction.candidate, tokens=self._tokens[str(spec)]))
+        return replace(prediction, candidate=replace(prediction.candidate, tokens_per_pass=self._tokens[str(spec)]))
 
     # --- costs and choice ---------------------------------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class Planner(CostSurvey):
 
 def _described(measured: MeasuredFamily) -> dict[str, Any]:
     family = measured.family
-    chains = {candidate.budget.depth: candidate.tokens for candidate in measured.chains}
+    chains = {candidate.budget.depth: candidate.tokens_per_pass for candidate in measured.chains}
     return {
         "drafter": str(family.spec),
         "kind": family.kind,
@@ -264,7 +264,7 @@ def _form(prediction: Prediction) -> dict[str, Any]:
         "spec": str(candidate.spec),
         **candidate.budget._asdict(),
         "tree": [list(path) for path in candidate.tree],
-        "tokens_per_pass": candidate.tokens,
+        "tokens_per_pass": candidate.tokens_per_pass,
         "seconds": prediction.step._asdict(),
         "cost": prediction.cost,
         "speedup": prediction.speedup,

@@ -81,7 +81,7 @@ def outlook(costs: Mapping[str, StepCosts], published: Sequence[Published] = PUB
     for entry in published:
         if entry.draft in costs:
             prediction = best(_chains(entry), costs[entry.draft])
-            depth, tokens = prediction.candidate.budget.depth, prediction.candidate.tokens
+            depth, tokens = prediction.candidate.budget.depth, prediction.candidate.tokens_per_pass
             reached.append(
                 {**entry._asdict(), "depth": depth, "tokens_per_pass": tokens, "speedup": prediction.speedup}
             )

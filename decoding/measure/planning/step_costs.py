@@ -149,8 +149,9 @@ def survey_steps(
 class StepCosts:
     """Seconds of a step with one drafter at one batch size, for every depth and number of nodes.
 
-    ``measured`` includes `NO_DRAFT`. ``curve`` maps a target pass's tokens to its seconds. Other sizes are fitted: drafting is linear in depth and nodes, overhead is linear in nodes, and verifying is linear in the
-    seconds that ``curve`` predicts for the pass.
+    ``measured`` includes `NO_DRAFT`. ``curve`` maps a target pass's tokens to its seconds. Other sizes are fitted:
+    drafting is linear in depth and nodes, overhead is linear in nodes, and verifying is linear in the seconds that
+    ``curve`` predicts for the pass.
     """
 
     measured: Mapping[Budget, StepSeconds]
@@ -216,7 +217,7 @@ class Candidate:
 
     spec: DrafterSpec
     budget: Budget
-    tokens: float
+    tokens_per_pass: float
     tree: Paths = ()
 
     @property
@@ -234,12 +235,12 @@ class Prediction:
 
     @property
     def speedup(self) -> float:
-        """Speed-up S = E / (draft + verify + overhead) with E = `Candidate.tokens`, in steps of plain decoding.
+        """Speed-up S = E / (draft + verify + overhead) with E = `Candidate.tokens_per_pass`, in steps of plain decoding.
 
         A plain step includes its own overhead.
         """
         parts = (part / self.plain for part in self.step)
-        return predicted_speedup(self.candidate.tokens, *parts)
+        return predicted_speedup(self.candidate.tokens_per_pass, *parts)
 
     @property
     def cost(self) -> float:
