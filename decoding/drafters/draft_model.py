@@ -6,13 +6,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from decoding.drafters.base import Drafter, DraftRequest, RowsSession, TextRows, TextStart
-from decoding.drafters.growth import ChildLogits, Growth, StaticTree
+from decoding.drafters.base import DraftRequest, RowsSession, TextRows, TextStart
+from decoding.drafters.growth import ChildLogits, GrownDrafter, Growth, StaticTree
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.vocabulary import over_vocabulary
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import Proposal, ProposalKind, TokenTree, TreeShape
+from decoding.rules.tree import Proposal, TokenTree, TreeShape
 
 _FEW = 8
 """Most new tokens of a text that run in the same pass as a chain after it."""
@@ -176,7 +176,7 @@ class StateSession(RowsSession):
         self._state = state
 
 
-class DraftModelDrafter(Drafter):
+class DraftModelDrafter(GrownDrafter):
     """Drafter of a chain of ``tokens`` with a model that uses the target's tokenizer.
 
     At temperature 0 it drafts the model's best tokens. Above 0 it draws from the model's distribution unless
@@ -191,14 +191,9 @@ class DraftModelDrafter(Drafter):
             raise UserError(f"tokens is {tokens}: use at least 1")
         self.draft = draft
         self.tokens = tokens
-        self.growth = Growth(StaticTree.chain(tokens), sampled)
-        self.budgets = self.growth.tree.budgets
+        self._grow(StaticTree.chain(tokens), sampled)
         self.max_positions = draft.max_positions
-        self.label_with_size = f"{self.name}, {tokens} {'tokens' if sampled else 'likeliest tokens'}"
         self.rough_cost = 0.05 * tokens
-
-    def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
-        return frozenset({self.growth.kind(sampling)})
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "DraftModelSession":
         state = DraftState(self.draft, target, sampling, rows, max_length, self.max_nodes)

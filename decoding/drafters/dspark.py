@@ -6,20 +6,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from decoding.drafters.base import Drafter, DraftRequest, RowsSession, TextRows, TextStart
+from decoding.drafters.base import DraftRequest, RowsSession, TextRows, TextStart
 from decoding.drafters.dspark import TextKeys
-from decoding.drafters.growth import ConditionalLogits, Growth, StaticTree
+from decoding.drafters.growth import ConditionalLogits, GrownDrafter, StaticTree
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_draft import DSparkDraft, PairedDSpark
-from decoding.policies import Budget
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import Proposal, ProposalKind
+from decoding.rules.tree import Proposal
 
 _TOGETHER = 1024  # most tokens for which several texts' states are concatenated for one product
 
 
-class DSparkDrafter(Drafter):
+class DSparkDrafter(GrownDrafter):
     """Drafter of a chain or a tree with a DSpark draft.
 
     ``tree``: paths of ranks among the best tokens after each node. ``tokens``: the length of a chain. Without either it
@@ -61,20 +60,8 @@ class DSparkDrafter(Drafter):
             )
         self.draft = draft
         self.name = "dspark" if config.markov_rank else "dflash"
-        self.growth = Growth(shape, sampled)
-        self.budgets = shape.budgets
+        self._grow(shape, sampled, None if tree is None else "tree")
         self.taps = config.target_layer_ids
-        size = f"{shape.max_depth} {'tokens' if sampled else 'likeliest tokens'}"
-        if tree is not None:
-            size = f"{'' if sampled else 'deterministic '}tree of {self.max_nodes - 1}"
-        self.label_with_size = f"{self.name}, {size}"
-
-    def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
-        return frozenset({self.growth.kind(sampling)})
-
-    @property
-    def chains(self) -> tuple[Budget, ...]:
-        return self.growth.tree.chains
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "DSparkSession":
         texts = TextRows(sampling, target.vocab_size, target.device)

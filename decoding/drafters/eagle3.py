@@ -9,23 +9,22 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from decoding.drafters.base import Drafter, DraftRequest, RowsSession, TextRows, TextStart
+from decoding.drafters.base import DraftRequest, RowsSession, TextRows, TextStart
 from decoding.drafters.draft_tree import DraftTreeDrafter, DraftTreeSession
-from decoding.drafters.growth import ChildLogits, Cut, Growth, StaticTree
+from decoding.drafters.growth import ChildLogits, Cut, GrownDrafter, Growth, StaticTree
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.eagle3_draft import Eagle3Draft
 from decoding.model.forward import unscaled_embeddings
 from decoding.model.vocabulary import over_vocabulary
-from decoding.policies import Budget
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import Proposal, ProposalKind, TokenTree, TreeShape
+from decoding.rules.tree import Proposal, TokenTree, TreeShape
 
 _FEW = 16
 """Most new slots of a text that run together with other texts' new slots, padded to the same number."""
 
 
-class Eagle3Drafter(Drafter):
+class Eagle3Drafter(GrownDrafter):
     """Drafter of a chain or a tree with an EAGLE-3 draft.
 
     ``tree``: paths of ranks among the best tokens after each node. ``tokens``: the length of a chain. Without either it
@@ -53,21 +52,9 @@ class Eagle3Drafter(Drafter):
         if shape.ranks > (outputs := draft.config.draft_vocab_size):
             raise UserError(f"the tree has {shape.ranks} ranks, but the draft writes {outputs} tokens: use fewer")
         self.draft = draft
-        self.growth = Growth(shape, sampled)
-        self.budgets = shape.budgets
+        self._grow(shape, sampled, None if tree is None else "tree")
         self.taps = draft.config.target_layer_ids
-        size = f"{shape.max_depth} {'tokens' if sampled else 'likeliest tokens'}"
-        if tree is not None:
-            size = f"{'' if sampled else 'deterministic '}tree of {self.max_nodes - 1}"
-        self.label_with_size = f"{self.name}, {size}"
         self.rough_cost = 0.03 * shape.max_depth
-
-    def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
-        return frozenset({self.growth.kind(sampling)})
-
-    @property
-    def chains(self) -> tuple[Budget, ...]:
-        return self.growth.tree.chains
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "Eagle3Session":
         return Eagle3Session(self.growth, Eagle3State(self.draft, target, sampling, rows, max_length, self.max_nodes))

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from decoding.drafters.base import DraftRequest, TextRows
+from decoding.drafters.base import Drafter, DraftRequest, TextRows
 from decoding.errors import UserError
 from decoding.model.markov import BlockBias, MarkovBias
 from decoding.model.vocabulary import over_vocabulary
@@ -269,6 +269,27 @@ class Growth:
             trees = [TokenTree.of_list(row.tolist(), shape, device) for row, shape in zip(lists, shapes, strict=True)]
         pairs = zip(trees, q.split(inner), strict=True)
         return [_drawn(tree, of_row, kind, texts.vocab_size) for tree, of_row in pairs]
+
+
+class GrownDrafter(Drafter):
+    """Base of drafters whose trees have a fixed shape."""
+
+    growth: Growth
+
+    def _grow(self, tree: StaticTree, sampled: bool, noun: str | None = None) -> None:
+        """Set the shape and the label, which counts tokens, or the drafted nodes of a ``noun`` (tree or chain)."""
+        self.growth, self.budgets = Growth(tree, sampled), tree.budgets
+        size = f"{tree.max_depth} {'tokens' if sampled else 'likeliest tokens'}"
+        if noun is not None:
+            size = f"{'' if sampled else 'deterministic '}{noun} of {self.max_nodes - 1}"
+        self.label_with_size = f"{self.name}, {size}"
+
+    def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
+        return frozenset({self.growth.kind(sampling)})
+
+    @property
+    def chains(self) -> tuple[Budget, ...]:
+        return self.growth.tree.chains
 
 
 def _draw_order(shape: TreeShape) -> tuple[int, ...]:

@@ -235,9 +235,9 @@ class Prediction:
 
     @property
     def speedup(self) -> float:
-        """Speed-up S = E / (draft + verify + overhead) with E = `Candidate.tokens_per_pass`, in steps of plain decoding.
+        """Speed-up S = E / (draft + verify + overhead), in steps of plain decoding with their own overhead.
 
-        A plain step includes its own overhead.
+        E is `Candidate.tokens_per_pass`.
         """
         parts = (part / self.plain for part in self.step)
         return predicted_speedup(self.candidate.tokens_per_pass, *parts)
