@@ -7,7 +7,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from decoding.drafters.base import DraftRequest, RowsSession, TextRows, TextStart
-from decoding.drafters.dspark import TextKeys
 from decoding.drafters.growth import ConditionalLogits, GrownDrafter, StaticTree
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
@@ -66,48 +65,6 @@ class DSparkDrafter(GrownDrafter):
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "DSparkSession":
         texts = TextRows(sampling, target.vocab_size, target.device)
         return DSparkSession(self, PairedDSpark(self.draft, target), TextKeys(self.draft, rows, max_length), texts)
-
-
-class DSparkSession(RowsSession):
-    """A session of the draft on a batch: one forward pass per step.
-
-    The cache contains keys of the texts only, never of drafted tokens.
-    """
-
-    def __init__(self, drafter: DSparkDrafter, draft: PairedDSpark, keys: TextKeys, texts: TextRows) -> None:
-        super().__init__(texts)
-        self._drafter, self._draft, self._keys, self._texts = drafter, draft, keys, texts
-        self._unread: dict[int, list[Tensor]] = {}
-        """For each row, the target's states at the tokens that the draft has not read yet."""
-
-    def admit(self, row: int, start: TextStart) -> None:
-        super().admit(row, start)
-        self._keys.clear(row)
-        self._unread[row] = []
-
-    def move(self, row: int, to: int) -> None:
-        super().move(row, to)
-        self._keys.move(row, to)
-        self._unread[to] = self._unread.pop(row)
-
-    @torch.inference_mode()
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        for row, request in enumerate(requests):
-            if request.states is not None:
-                self._unread[row].append(request.states)
-        growth, texts = self._drafter.growth, self._texts
-        deepest = max(growth.tree.cut(request)[0].max_depth for request in requests)
-        if not deepest:
-            return [Proposal.root_only(request.tokens[-1], texts.device) for request in requests]
-        unread = [self._unread[row] for row in range(len(requests))]
-        self._keys.append([parts[0] if len(parts) == 1 else torch.cat(parts) for parts in unread])
-        self._unread.update({row: [] for row in range(len(requests))})
-        newest = torch.tensor([request.tokens[-1] for request in requests]).to(texts.device, non_blocking=True)
-        hidden = self._keys.run(self._draft.embed(newest))
-        base, bias = self._draft.logits(hidden, deepest).transpose(0, 1), self._draft.draft.markov
-        block = self._draft.block_bias(hidden, newest)
-        nodes = ConditionalLogits(base, bias, self._draft.output_tokens, block)
-        return growth.propose(requests, nodes, texts)
 
 
 class TextKeys:
@@ -179,3 +136,45 @@ class TextKeys:
 
         hidden: Tensor = self._draft(embedded, positions, held, mask, torch.arange(keys, device=device)[None])
         return hidden
+
+
+class DSparkSession(RowsSession):
+    """A session of the draft on a batch: one forward pass per step.
+
+    The cache contains keys of the texts only, never of drafted tokens.
+    """
+
+    def __init__(self, drafter: DSparkDrafter, draft: PairedDSpark, keys: TextKeys, texts: TextRows) -> None:
+        super().__init__(texts)
+        self._drafter, self._draft, self._keys, self._texts = drafter, draft, keys, texts
+        self._unread: dict[int, list[Tensor]] = {}
+        """For each row, the target's states at the tokens that the draft has not read yet."""
+
+    def admit(self, row: int, start: TextStart) -> None:
+        super().admit(row, start)
+        self._keys.clear(row)
+        self._unread[row] = []
+
+    def move(self, row: int, to: int) -> None:
+        super().move(row, to)
+        self._keys.move(row, to)
+        self._unread[to] = self._unread.pop(row)
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        for row, request in enumerate(requests):
+            if request.states is not None:
+                self._unread[row].append(request.states)
+        growth, texts = self._drafter.growth, self._texts
+        deepest = max(growth.tree.cut(request)[0].max_depth for request in requests)
+        if not deepest:
+            return [Proposal.root_only(request.tokens[-1], texts.device) for request in requests]
+        unread = [self._unread[row] for row in range(len(requests))]
+        self._keys.append([parts[0] if len(parts) == 1 else torch.cat(parts) for parts in unread])
+        self._unread.update({row: [] for row in range(len(requests))})
+        newest = torch.tensor([request.tokens[-1] for request in requests]).to(texts.device, non_blocking=True)
+        hidden = self._keys.run(self._draft.embed(newest))
+        base, bias = self._draft.logits(hidden, deepest).transpose(0, 1), self._draft.draft.markov
+        block = self._draft.block_bias(hidden, newest)
+        nodes = ConditionalLogits(base, bias, self._draft.output_tokens, block)
+        return growth.propose(requests, nodes, texts)
