@@ -112,19 +112,15 @@ class DraftState:
         self.cache.check(self._lease)
         for row, text in enumerate(texts):
             self._keep_accepted(row, text)
-        self._prefill_fresh(texts)
-        blocks = [self._known(text[self._committed[row] :]) for row, text in enumerate(texts)]
-        self._committed[: len(texts)] = [len(text) for text in texts]
-        return blocks
-
-    def _prefill_fresh(self, texts: Sequence[Sequence[int]]) -> None:
-        """Run the prompts of new rows up to their last tokens. They run separately, so that old rows are not padded."""
-        fresh = [row for row, text in enumerate(texts) if self._committed[row] == 0 and len(text) > 1]
-        if fresh:
+        # Prompts of new rows run separately, so that old rows are not padded.
+        if fresh := [row for row, text in enumerate(texts) if self._committed[row] == 0 and len(text) > 1]:
             self.draft.prefill([self._known(texts[row][:-1]) for row in fresh], self.cache, fresh)
             for row in fresh:
                 self._committed[row] = len(texts[row]) - 1
             self.draft.prepare(self.cache, len(texts), (), self._longest)
+        blocks = [self._known(text[self._committed[row] :]) for row, text in enumerate(texts)]
+        self._committed[: len(texts)] = [len(text) for text in texts]
+        return blocks
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         # A token that the draft does not know is replaced by the draft's last token: q gets worse, but any q is

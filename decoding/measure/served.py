@@ -153,7 +153,8 @@ def _measurable(row: ReportRow, counted: bool) -> ReportRow:
 
 def _of_server(row: ReportRow, by_key: Mapping[RunKey, Mapping[str, Any]]) -> ReportRow:
     """Add what the client and the server's counters measured, and compare greedy texts with the plain endpoint's."""
-    mine = {key: line for key, line in by_key.items() if _is_of(key, row)}
+    own = row.setting, row.method, row.batch_size
+    mine = {key: line for key, line in by_key.items() if (key.setting, key.method, key.cell.batch_size) == own}
     timings: dict[str, list[Timing]] = {}
     for line in mine.values():
         timings.setdefault(line["prompts"][0], []).append(Timing(*line["timing"]))
@@ -164,10 +165,6 @@ def _of_server(row: ReportRow, by_key: Mapping[RunKey, Mapping[str, Any]]) -> Re
     if row.temperature == 0 and row.method != PLAIN:
         return replace(row, identical_to_plain=_same_texts(mine, by_key))
     return replace(row, identical_to_plain=None)
-
-
-def _is_of(key: RunKey, row: ReportRow) -> bool:
-    return (key.setting, key.method, key.cell.batch_size) == (row.setting, row.method, row.batch_size)
 
 
 def _same_texts(

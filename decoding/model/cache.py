@@ -214,17 +214,13 @@ class PreallocatedCache(Cache):
 
     def allocate(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate all buffers with the shapes of the first block seen, (batch, heads, positions, dim)."""
-        self._held = tuple(
-            self._new_buffers(number, key_states, value_states, self.capacity) for number in range(len(self._devices))
-        )
+        held = []
+        for members, own in zip(self._members, self._devices, strict=True):
+            device, both = own or key_states.device, (key_states, value_states)
+            keys, values = (self._new_buffer(like, len(members), self.capacity, device) for like in both)
+            held.append(_Buffers(keys, values, torch.arange(self.rows, device=device)))
+        self._held = tuple(held)
         self._hand_out_views()
-
-    def _new_buffers(self, number: int, keys: Tensor, values: Tensor, capacity: int) -> _Buffers:
-        """Make a device's buffers, filled with zeros; heads, widths and dtypes are as in ``keys`` and ``values``."""
-        device = self._devices[number] or keys.device
-        layers = len(self._members[number])
-        new_keys, new_values = (self._new_buffer(like, layers, capacity, device) for like in (keys, values))
-        return _Buffers(new_keys, new_values, torch.arange(self.rows, device=device))
 
     def _new_buffer(self, like: Tensor, layers: int, capacity: int, device: torch.device) -> Tensor:
         heads, _, dim = like.shape[-3:]

@@ -107,18 +107,14 @@ class CascadeSession(RowsSession):
         depths = [min(request.max_depth, request.max_nodes - 1, self._drafter.tokens) for request in requests]
         if any(depth > 0 for depth in depths):
             for row, request in enumerate(requests):
-                self._follow(row, request.tokens)
+                # Drop from both drafts what the target rejected of the chain drafted last.
+                if (common := common_length(self._texts[row], request.tokens)) < len(self._texts[row]):
+                    self._rewind(row, common)
+                    for state in (self._large, self._small):
+                        state.rows.admit(row, self._starts[row])  # a history only grows
+                self._texts[row] = list(request.tokens)
             return self._draft(requests, depths)
         return [Proposal.root_only(request.tokens[-1], self._drafter.draft.device) for request in requests]
-
-    def _follow(self, row: int, tokens: Sequence[int]) -> None:
-        """Drop from both drafts what the target rejected of the chain drafted last."""
-        common = common_length(self._texts[row], tokens)
-        if common < len(self._texts[row]):
-            self._rewind(row, common)
-            for state in (self._large, self._small):
-                state.rows.admit(row, self._starts[row])  # a history only grows
-        self._texts[row] = list(tokens)
 
     def _rewind(self, row: int, length: int) -> None:
         for state in (self._large, self._small):

@@ -91,22 +91,18 @@ class CostSurvey:
 
     def costs_at(self, rows: int) -> tuple[dict[str, Any], list[StepCosts]]:
         """Measure at a batch size; return the target's passes as JSON values, and the costs with each drafter."""
-        curve = self._curve(rows)
+        # Passes up to the largest draft of any drafter.
+        largest, seconds = max(drafter.max_nodes for drafter in self.drafters), self.config.seconds
+        sizes = self.config.sizes[: 1 + sum(size < largest for size in self.config.sizes)]
+        prefix = self._text_tokens
+        curve = measure_costs(self.target, sizes, prefix=prefix, rows=rows, repeats=9, seconds=seconds)
         self.advance()
         costs = []
         for drafter in self.drafters:
-            config, seconds = self.config.decoding, self.config.seconds
-            steps = survey_steps(self.target, drafter, self.prompts, config, rows, seconds=seconds)
+            steps = survey_steps(self.target, drafter, self.prompts, self.config.decoding, rows, seconds=seconds)
             costs.append(StepCosts(steps, curve))
             self.advance()
         return {"batch_size": rows, "seconds": {str(size): value for size, value in curve.items()}}, costs
-
-    def _curve(self, rows: int) -> dict[int, float]:
-        """Measure the seconds of a target pass by number of tokens, up to the largest draft of any drafter."""
-        largest = max(drafter.max_nodes for drafter in self.drafters)
-        sizes = self.config.sizes[: 1 + sum(size < largest for size in self.config.sizes)]
-        seconds = self.config.seconds
-        return measure_costs(self.target, sizes, prefix=self._text_tokens, rows=rows, repeats=9, seconds=seconds)
 
 
 _LEAST_TO_SPLIT = 8
