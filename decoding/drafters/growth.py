@@ -123,12 +123,12 @@ class ConditionalLogits:
         self._base, self._bias, self._output_tokens, self._block = base, bias, output_tokens, block
 
     def __call__(self, depth: int, rows: Tensor, tokens: Tensor) -> ChildLogits:
-        child_logits = ChildLogits(self._base[depth], rows.to(self._base.device), self._output_tokens)
+        below = ChildLogits(self._base[depth], rows.to(self._base.device), self._output_tokens)
         if self._bias is None:
-            return child_logits
-        child_logits = child_logits.of_nodes()
+            return below
+        below = below.of_nodes()
         factor = None if self._block is None else self._block.factor(depth, rows, tokens)
-        return child_logits._replace(logits=self._bias.added_to(child_logits.logits, tokens, factor))
+        return below._replace(logits=self._bias.added_to(below.logits, tokens, factor))
 
 
 class _Level(NamedTuple):
@@ -231,20 +231,18 @@ class Growth:
         q = torch.zeros(0)
         for depth, level in enumerate(self._levels(cuts, device)):
             known = tokens.clamp(max=texts.vocab_size - 1)  # a valid id for nodes without a draw; never read
-            child_logits = nodes(depth, level.rows, known[level.parents]).to(device)
+            below = nodes(depth, level.rows, known[level.parents]).to(device)
             if sampling.processors:  # they read the logits of all tokens
-                child_logits = ChildLogits(
-                    over_vocabulary(child_logits.logits, child_logits.tokens, texts.vocab_size), child_logits.row
-                )
+                below = ChildLogits(over_vocabulary(below.logits, below.tokens, texts.vocab_size), below.row)
             history = None
             if sampling.needs_history:
                 history = _history(requests, shapes, level, known, texts)
-                child_logits = child_logits.of_nodes()
-                if history.seen is not None and child_logits.tokens is not None:
-                    history = history._replace(seen=history.seen[:, child_logits.tokens])
-            own = child_logits.tokens
+                below = below.of_nodes()
+                if history.seen is not None and below.tokens is not None:
+                    history = history._replace(seen=history.seen[:, below.tokens])
+            own = below.tokens
             if drawn:
-                weights = probabilities(child_logits.logits, sampling, history)[child_logits.row]
+                weights = probabilities(below.logits, sampling, history)[below.row]
                 chosen = draw_rows_without_replacement(weights, uniforms[level.child])
                 q = q if len(q) else weights.new_zeros(sum(inner), texts.vocab_size)
                 if own is None:
@@ -253,9 +251,9 @@ class Growth:
                     q[level.q_rows[:, None], own] = weights
                     own = F.pad(own, (0, 1), value=texts.vocab_size)  # the token of a draw without weight
             else:
-                adjusted, width = adjusted_logits(child_logits.logits, sampling, history), level.child.shape[1]
+                adjusted, width = adjusted_logits(below.logits, sampling, history), level.child.shape[1]
                 best = best_tokens(adjusted)[:, None] if width == 1 else adjusted.topk(width).indices
-                chosen = best[child_logits.row]
+                chosen = best[below.row]
             chosen = chosen if own is None else own[chosen]
             tokens[level.children] = chosen[level.choice]
         by_row = tokens.split(sizes)

@@ -131,9 +131,7 @@ def settings_of(config: EvaluationConfig) -> list[Setting]:
         else:
             typical = name == "typical"
             suffix = ", typical" if typical else ""
-            settings += [
-                Setting(f"T={temperature:g}{suffix}", temperature, typical) for temperature in config.temperatures
-            ]
+            settings += [Setting(f"T={value:g}{suffix}", value, typical) for value in config.temperatures]
     return settings
 
 

@@ -168,11 +168,7 @@ class SequentialSteps:
         held = cache.held(0)
         states = [] if held is None else [_states_of(layer) for layer in held.layers]
         parts = [
-            part
-            for layer_states in states
-            for name, value in layer_states.items()
-            if name not in _GROWING
-            for part in _flat(value)
+            part for layer in states for name, value in layer.items() if name not in _GROWING for part in _flat(value)
         ]
         return sum(part.nbytes for part in parts)
 

@@ -80,11 +80,9 @@ def outlook(costs: Mapping[str, StepCosts], published: Sequence[Published] = PUB
         drafts.append({"draft": kind, "plain_seconds": measured.plain, "cost": steps, "break_even": least})
     for entry in published:
         if entry.draft in costs:
-            prediction = best(_chains(entry), costs[entry.draft])
-            depth, tokens = prediction.candidate.budget.depth, prediction.candidate.tokens_per_pass
-            reached.append(
-                {**entry._asdict(), "depth": depth, "tokens_per_pass": tokens, "speedup": prediction.speedup}
-            )
+            chosen = best(_chains(entry), costs[entry.draft])
+            depth, tokens = chosen.candidate.budget.depth, best_chain.candidate.tokens_per_pass
+            reached.append({**entry._asdict(), "depth": depth, "tokens_per_pass": tokens, "speedup": chosen.speedup})
     return {"drafts": drafts, "published": reached}
 
 
