@@ -32,17 +32,17 @@ from widen import widened_dspark, widened_heads, widened_to
 from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
 from decoding.dtypes import parse_dtype
+from decoding.files.folder import is_heads_folder
 from decoding.generate import DecodingConfig, Engine
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.methods import Method, Run, our_method, transformers_method
 from decoding.measure.questions import read_prompts
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkDraft
+from decoding.model.dspark_draft import DSparkDraft
 from decoding.model.heads import MedusaHeads
 from decoding.model.loading import (
     dspark_folder,
     eos_token_ids,
-    is_heads_folder,
     load_draft,
     load_dspark,
     load_heads,

@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 def vllm_environment() -> Path:
     """Return the folder of the environment with vLLM at its pinned versions; it may not exist yet."""
-    from decoding.model.stored import cache_root  # late: benchmarks first set how torch's threads wait
+    from decoding.files.stored import cache_root  # late: benchmarks first set how torch's threads wait
 
     pins = (ROOT / "requirements-vllm.lock").read_bytes()
     return cache_root() / "engines" / f"vllm-{hashlib.sha256(pins).hexdigest()[:12]}"

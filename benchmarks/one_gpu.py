@@ -25,8 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from decoding.measure.machine import commit
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkDraft
-from decoding.model.eagle3 import Eagle3Draft
+from decoding.model.dspark_draft import DSparkDraft
+from decoding.model.eagle3_draft import Eagle3Draft
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.commands.dry_run import checkpoint_bytes
 from trainer.drafts.dspark_start import dspark_config

@@ -32,7 +32,7 @@ from decoding.measure.questions import read_prompts
 from decoding.measure.report.tables import markdown_table
 from decoding.measure.results import Report, as_json
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkDraft
+from decoding.model.dspark_draft import DSparkDraft
 from decoding.model.heads import MedusaHeads
 from decoding.model.loading import eos_token_ids, load_draft, load_dspark, load_heads, load_model, load_tokenizer
 from trainer.terminal.console import standard_output

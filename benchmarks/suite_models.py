@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from decoding.drafters import Drafter, DraftModelDrafter, DSparkDrafter, MedusaDrafter
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkDraft
+from decoding.model.dspark_draft import DSparkDraft
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.drafts.dspark_start import initial_dspark
 from trainer.recipe.draft import DraftSection, DSparkSection

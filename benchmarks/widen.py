@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkDraft
+from decoding.model.dspark_draft import DSparkDraft
 from decoding.model.heads import MedusaHeads
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

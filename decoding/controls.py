@@ -118,7 +118,7 @@ def _processors(
 
     @lru_cache(maxsize=256)
     def build(prompt_length: int) -> Any:
-        callers = [each.build(prompt_length) if isinstance(each, ForPromptLength) else each for each in given]
+        callers = [item.build(prompt_length) if isinstance(item, ForPromptLength) else item for item in given]
         generating: Any = _Generating()
         given_last = LogitsProcessorList(callers)
         return generating._get_logits_processor(own, prompt_length, logits_processor=given_last, device=str(device))

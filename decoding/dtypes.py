@@ -19,10 +19,10 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
     if isinstance(name, torch.dtype) and name.is_floating_point:
         return name
     names = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
-    found = names.get(fast_dtype() if name == "fast" else str(name))
-    if found is None:
+    known = names.get(fast_dtype() if name == "fast" else str(name))
+    if known is None:
         raise UserError(f"dtype is {str(name)!r}: use one of fast, {', '.join(DTYPES)}")
-    return found
+    return known
 
 
 def parse_device(name: str | torch.device) -> torch.device:

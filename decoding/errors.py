@@ -1,5 +1,6 @@
-"""Errors that users can fix, each with its remedy."""
+"""Errors that users can fix, each with its remedy, and the errors of libraries in one line."""
 
+import reprlib
 from collections.abc import Hashable, Iterable
 
 
@@ -26,3 +27,24 @@ def check_once(name: str, values: Iterable[Hashable]) -> None:
         if value in seen:
             raise UserError(f"{name} {value} is given twice", "pass it once")
         seen.add(value)
+
+
+def check_whole(key: str, value: object, least: int = 1) -> None:
+    """Raise UserError unless the size ``key`` is an int of at least ``least``; True and 1.0 are also rejected."""
+    if type(value) is not int or value < least:
+        raise UserError(f"{key} is {reprlib.repr(value)}: use a whole number, {least} or more")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error (errors of libraries have many), or its class name if the text is empty.
+
+    If the first line ends with a colon, the next line is appended.
+    """
+    first, *others = lines_of(error)
+    return " ".join((first, *others[:1])) if first.endswith(":") else first
+
+
+def lines_of(error: BaseException) -> list[str]:
+    """Return the lines of an error, at least one, each cut to 300 characters."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return [line if len(line) <= 300 else f"{line[:300]}..." for line in lines]

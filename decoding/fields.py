@@ -108,11 +108,11 @@ def prompt_of(row: dict[str, Any], field: str | None, where: str) -> Prompt:
     own = check_messages(row[name], where) if name in CONVERSATIONS else _spoken(row[name], name, "user", where)
     columns, before = {name}, list[Message]()
     holder = _first_instance(row, where) if name == "instruction" and "instances" in row else row
-    about = next((each for each in _ABOUT if _is_text(holder.get(each))), None)
+    about = next((key for key in _ABOUT if _is_text(holder.get(key))), None)
     if about and name in _REFERRING and isinstance(row[name], str):
         own[0]["content"] = "\n\n".join(filter(None, (own[0]["content"], holder[about])))
         columns.add(about)
-    system = next((each for each in SYSTEM_FIELDS if _is_text(row.get(each))), None)
+    system = next((key for key in SYSTEM_FIELDS if _is_text(row.get(key))), None)
     if own[0]["role"] == "system":
         before.append(own.pop(0))
     elif system:
@@ -152,7 +152,7 @@ def _spoken(value: Any, name: str, role: str, where: str) -> list[Message]:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if role == "user" and isinstance(value, list) and value and not isinstance(value[0], dict):
-        return [message for each in value for message in _spoken(each, name, role, where)]
+        return [message for entry in value for message in _spoken(entry, name, role, where)]
     if isinstance(value, dict | list):
         return check_messages(value if isinstance(value, list) else [value], where)
     held = "is empty (null)" if value is None else f"contains {type(value).__name__}"
@@ -225,12 +225,12 @@ def _checked(message: Any, where: str) -> Message:
             del rest[held]
             rest["tool_calls"] = calls
             break
-    thoughts = [rest.pop(each) for each in (*REASONING, "reasoning") if each in rest]
+    thoughts = [rest.pop(key) for key in (*REASONING, "reasoning") if key in rest]
     if thoughts:
         rest |= dict.fromkeys(REASONING, thoughts[0])
     if any(thought != thoughts[0] for thought in thoughts):
         raise UserError(f"{where}: a message has two different reasoning texts: keep one")
-    flags = [rest.pop(each) for each in _FLAGS if each in rest]
+    flags = [rest.pop(flag) for flag in _FLAGS if flag in rest]
     if any(flag not in (0, 1) for flag in flags):
         raise UserError(f"{where}: a message has {' and '.join(map(repr, flags))} as its weight: use 0 or 1")
     rest |= {} if all(flags) else UNTRAINED

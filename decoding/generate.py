@@ -21,7 +21,7 @@ from decoding.errors import UserError
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.model.forward import ModelOutput
-from decoding.policies import PLAIN, Budget, FixedPolicy, Policy
+from decoding.policies import NO_DRAFT, Budget, FixedPolicy, Policy
 from decoding.rules.decide import decide
 from decoding.rules.sampling import History, HistoryRows, SamplingConfig
 from decoding.rules.tree import Proposal, TokenTree, fetch_tokens
@@ -161,7 +161,7 @@ class DecodingBatch:
         """Propose, verify, commit: one target pass for all rows."""
         clock = PhaseClock(self.target.device)
         # 1. Propose: drafts of the size that the policy chooses; no drafts if no text has room.
-        budget = self.policy.choose(self.budgets, len(self.texts)) if self.drafter and any(self._rooms()) else PLAIN
+        budget = self.policy.choose(self.budgets, len(self.texts)) if self.drafter and any(self._rooms()) else NO_DRAFT
         proposals = self._propose(budget)
         clock.mark()
         # 2. Verify.
@@ -170,7 +170,7 @@ class DecodingBatch:
         clock.mark()
         # 3. Commit: decide which drafted tokens are kept, then update drafter, texts, cache and policy.
         verdicts = self._decide(self.texts, proposals, output.logits)
-        if self.session and budget != PLAIN:
+        if self.session and budget != NO_DRAFT:
             self.session.observe(
                 proposals, [output.logits[row, : len(proposal.tree)] for row, proposal in enumerate(proposals)]
             )

@@ -16,13 +16,12 @@ from decoding.drafters import Drafter
 from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.dtypes import default_device, parse_device
 from decoding.errors import UserError
+from decoding.files.hub import only_cached
 from decoding.generate import DecodingConfig, Engine
 from decoding.model.architecture import check_static, static_of
 from decoding.model.causal_lm import CausalLM
-from decoding.model.hub import only_cached
 from decoding.model.loading import load_model
 from decoding.policies import Policy, default_policy, named_policy
-from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import Rule
 from decoding.speculation import Prompts, SpeculativeOutput, decode_prompts, named_rule, padding_token
 from decoding.text import TextDecoder, check_tensor_of_ids
@@ -102,9 +101,9 @@ class HeadstartModel:
             target_tokenizer: PreTrainedTokenizerBase | str | None = tokenizer
             if isinstance(target, str):
                 target_tokenizer = tokenizer or target
-                place = None if device is None else parse_device(device)
-                check_static(static, place or default_device())
-                target = load_model(target, dtype, place, trust_remote_code)
+                chosen = None if device is None else parse_device(device)
+                check_static(static, chosen or default_device())
+                target = load_model(target, dtype, chosen, trust_remote_code)
             model = CausalLM(target, static=static_of(static, target), batch_invariant=batch_invariant)
             loader = DrafterLoader(model, target_tokenizer, trust_remote_code)
             return HeadstartModel(model, None if spec is None else loader.load(spec), policy)
@@ -158,7 +157,9 @@ class HeadstartModel:
         config.num_return_sequences, config.eos_token_id = None, eos or None
         max_new_tokens = _resolve_lengths(config, prompts.width, self.target.max_positions)
         sampling = sampling_from_generation_config(config, tuple(logits_processor or ()), self.device)
-        policy = self._policy_for(seed, sampling)
+        policy = self.policy or default_policy(seed)
+        if isinstance(policy, str):
+            policy = self._policies.setdefault((policy, sampling.temperature), named_policy(policy))
         if seed is None:
             seed = 0 if sampling.greedy else int(torch.randint(2**62, ()))
         stops = config.stop_strings
@@ -187,13 +188,6 @@ class HeadstartModel:
             if attention_mask is None and padding is not None and padding not in _token_list(config.eos_token_id):
                 attention_mask = input_ids.ne(padding)  # as `generate` does; an EOS may end a text
         return Prompts.of_tensor(input_ids, attention_mask).repeated(config.num_return_sequences or 1)
-
-    def _policy_for(self, seed: int | None, sampling: SamplingConfig) -> Policy:
-        """Return the model's policy, or the one kept for this temperature."""
-        policy = self.policy or default_policy(seed)
-        if isinstance(policy, str):
-            policy = self._policies.setdefault((policy, sampling.temperature), named_policy(policy))
-        return policy
 
 
 # --- the options of generate ----------------------------------------------------------------------------------------

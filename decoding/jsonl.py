@@ -38,7 +38,7 @@ def without_nulls(value: Any) -> Any:
     """Return a value without the null fields of its objects, because Parquet writes every column in every row."""
     if isinstance(value, dict):
         return {name: without_nulls(held) for name, held in value.items() if held is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:

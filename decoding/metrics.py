@@ -76,7 +76,7 @@ def share(texts: Sequence[tuple[int, int]]) -> Estimate:
     Whole texts are resampled. If all trials had the same outcome, all resamples are equal; then the interval is
     Wilson's (1927), with one trial for each text. With fewer than `FEWEST` texts the interval is NaN.
     """
-    counted = [each for each in texts if each[1]]
+    counted = [text for text in texts if text[1]]
     value, low, high, few = ratio_of_sums(counted)
     if few < FEWEST:
         low = high = math.nan
@@ -175,7 +175,7 @@ def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
         unconditional.append(share(list(zip(accepted, map(len, offered), strict=True))))
     accepted_tokens = sum(step.accepted for step in steps)
     lengths = Counter(step.accepted for step in steps)
-    found = Acceptance(
+    figures = Acceptance(
         passes=len(steps),
         tokens_per_pass=ratio_of_sums([(sum(step.emitted for step in text), len(text)) for text in texts]),
         conditional=tuple(conditional),
@@ -191,11 +191,11 @@ def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
         length_histogram=dict(sorted(lengths.items())),
     )
     if steps:
-        assert math.isclose(found.acceptance_length, 1 + accepted_tokens / len(steps), rel_tol=1e-9), found
+        assert math.isclose(figures.acceptance_length, 1 + accepted_tokens / len(steps), rel_tol=1e-9), figures
         # A check by another count: each pass emits its accepted tokens, and one more unless the text ended.
         emitted = sum(step.emitted for step in steps)
-        assert emitted == len(steps) + accepted_tokens - found.ended_in_draft, found
-    return found
+        assert emitted == len(steps) + accepted_tokens - figures.ended_in_draft, figures
+    return figures
 
 
 def tokens_per_pass(steps: Sequence[StepCount], depth: int | None = None) -> float:

@@ -23,7 +23,7 @@ class Budget(NamedTuple):
     nodes: int
 
 
-PLAIN = Budget(0, 1)
+NO_DRAFT = Budget(0, 1)
 """Draft nothing: plain decoding."""
 
 
@@ -33,7 +33,7 @@ class Policy(Protocol):
     name: str
 
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
-        """Return `PLAIN` or one of the drafter's ``budgets``, which are sorted by cost and do not contain `PLAIN`.
+        """Return `NO_DRAFT` or one of the drafter's ``budgets``, which are sorted by cost and all draft something.
 
         ``rows``: the number of texts decoded together.
         """
@@ -43,7 +43,7 @@ class Policy(Protocol):
 
 
 class FixedPolicy:
-    """The largest budget within the limits, or `PLAIN`."""
+    """The largest budget within the limits, or `NO_DRAFT`."""
 
     name = "fixed"
 
@@ -55,7 +55,7 @@ class FixedPolicy:
 
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
         within = [budget for budget in budgets if budget.depth <= self._depth and budget.nodes <= self._nodes]
-        return within[-1] if within else PLAIN
+        return within[-1] if within else NO_DRAFT
 
     def observe(self, *step: object) -> None:
         pass
@@ -86,7 +86,7 @@ class _Acceptance:
         trials, hits = (self._trials[depth], self._hits[depth]) if depth < len(self._trials) else (0.0, 0.0)
         return (hits + weight * guess) / (trials + weight), trials + weight
 
-    def tokens(self, depth: int, luck: float) -> float:
+    def expected_tokens(self, depth: int, luck: float) -> float:
         """Return the tokens of a step that drafts to this depth, ``luck`` standard deviations above the expectation."""
         total = reached = 1.0
         for index in range(depth):
@@ -119,8 +119,8 @@ class _Seconds:
             latest.popleft()
         latest.append((self._steps, seconds))
         shares = self._shares.setdefault(budget, {})
-        for each in shares:
-            shares[each] *= _MEMORY
+        for tree_size in shares:
+            shares[tree_size] *= _MEMORY
         shares[size] = shares.get(size, 0.0) + 1
 
     @property
@@ -130,8 +130,8 @@ class _Seconds:
         Once two are known, pauses grow to `_RETIMED` steps. On a machine that changes its speed, an old figure would
         make drafts look faster or slower than they are.
         """
-        count = sum(map(len, self._of.get(PLAIN, {}).values()))
-        return bool(self._of) and self._steps - self._tried_at.get(PLAIN, 0) >= (
+        count = sum(map(len, self._of.get(NO_DRAFT, {}).values()))
+        return bool(self._of) and self._steps - self._tried_at.get(NO_DRAFT, 0) >= (
             min(4 << count, _RETIMED) if count > 1 else 0
         )
 
@@ -141,7 +141,7 @@ class _Seconds:
         More than `_DEAREST` count only if steps of the budget never cost less, because a hiccup or a slow spell of the
         machine makes drafts look dear for a while.
         """
-        plain, whole = self.known(PLAIN), self.known(budget)
+        plain, whole = self.known(NO_DRAFT), self.known(budget)
         if plain is None:
             return _rough(budget)
         if whole is not None:
@@ -175,12 +175,12 @@ class _Seconds:
             (low, least), (high, most) = known[after - 1 : after + 1]
             return least + (most - least) * (rough - low) / (high - low), _BETWEEN
         near, seconds = known[min(after, len(known) - 1)] if known else (1.0, 1.0)
-        return seconds * rough / near * (0.5 if budget == PLAIN and known else 1.0), _BEYOND
+        return seconds * rough / near * (0.5 if budget == NO_DRAFT and known else 1.0), _BEYOND
 
 
 def _rough(budget: Budget) -> float:
     """Guess the seconds of a step, in plain steps, before anything is measured."""
-    return 1.0 if budget == PLAIN else 1.1 + 0.02 * (budget.depth + budget.nodes)
+    return 1.0 if budget == NO_DRAFT else 1.1 + 0.02 * (budget.depth + budget.nodes)
 
 
 def _arms(budgets: Sequence[Budget]) -> dict[Budget, _Acceptance]:
@@ -219,7 +219,7 @@ _DEAREST = 2.0  # plain steps; a drafting step counts as more only if such steps
 
 
 class AdaptivePolicy:
-    """The budget expected to write the most tokens per second, or `PLAIN` if drafting does not pay.
+    """The budget expected to write the most tokens per second, or `NO_DRAFT` if drafting does not pay.
 
     Tokens are predicted from the running per-position acceptance, seconds from recent steps. Untried budgets are
     interpolated between their neighbours. A budget is chosen about as often as it is likely to be the best (Thompson
@@ -244,30 +244,30 @@ class AdaptivePolicy:
 
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
         if not budgets:
-            return PLAIN
+            return NO_DRAFT
         size, budgets = rows.bit_length(), tuple(budgets)
         if budgets not in self._arms:
             self._arms[budgets] = _arms(budgets)
             self._acceptance |= self._arms[budgets]
-        held, left = self._held.get(size, (PLAIN, 0))
-        if not left or (held != PLAIN and held not in budgets):
+        held, left = self._held.get(size, (NO_DRAFT, 0))
+        if not left or (held != NO_DRAFT and held not in budgets):
             balance, seconds = self._balance.setdefault(size, _FIRST_LOSS), self._seconds.setdefault(size, _Seconds())
             timing = seconds.lacks_plain  # a guess would hide that the drafts are slow
             plain = timing or balance < -1
-            held = PLAIN if plain else self._best(size, self._arms[budgets], explores=balance > 0)
-            left = _HELD if not timing and (held == PLAIN or balance > 1) else 1
+            held = NO_DRAFT if plain else self._best(size, self._arms[budgets], explores=balance > 0)
+            left = _HELD if not timing and (held == NO_DRAFT or balance > 1) else 1
         self._held[size] = held, left - 1
         return held
 
     def _best(self, size: int, arms: Mapping[Budget, _Acceptance], explores: bool) -> Budget:
         seconds, caution = self._seconds[size], _CAUTION if explores else 0.0
         luck = caution * (self._chance.gauss(0.0, 1.0) + 0.5)
-        known = {arm: found for arm in (PLAIN, *arms) if (found := seconds.known(arm)) is not None}
-        points = sorted((_rough(arm), found[0]) for arm, found in known.items())
+        known = {arm: figures for arm in (NO_DRAFT, *arms) if (figures := seconds.known(arm)) is not None}
+        points = sorted((_rough(arm), figures[0]) for arm, figures in known.items())
         rates: dict[Budget, float] = {}
-        for arm in (PLAIN, *arms):
+        for arm in (NO_DRAFT, *arms):
             mean, deviation = known.get(arm) or seconds.guess(arm, points)
-            tokens = arms[arm].tokens(arm.depth, luck) if arm in arms else 1.0
+            tokens = arms[arm].expected_tokens(arm.depth, luck) if arm in arms else 1.0
             rates[arm] = tokens / (mean * math.exp(caution * self._chance.gauss(0.0, deviation) if points else 0.0))
         return max(rates, key=lambda arm: rates[arm])
 
@@ -278,7 +278,7 @@ class AdaptivePolicy:
         drafted = max(step.drafted for step in steps)
         seconds = self._seconds.setdefault(size, _Seconds())
         seconds.add(budget, drafted, total)
-        if budget == PLAIN:
+        if budget == NO_DRAFT:
             gain = _LOSS
         else:
             cost = seconds.cost(budget, drafted)

@@ -15,7 +15,7 @@ from decoding.fields import Tools
 def with_variables(template: str, variables: Mapping[str, Any]) -> str:
     """Return a chat template with variables set, such as ``enable_thinking`` (``chat_template_kwargs`` of requests).
 
-    The variables become part of the template's text, so they apply to every use of the template and change its digest.
+    The variables become part of the template's text, so they apply to every use of it and change its fingerprint.
     Raises UserError for a name that the template does not read.
     """
     for name in variables:
@@ -82,6 +82,6 @@ def encode_continuation(text: str, tokenizer: PreTrainedTokenizerBase) -> list[i
 
     On its own, sentencepiece would put a further space before the text, so the text is encoded after a line break.
     """
-    line, whole, alone = (tokenizer(each, add_special_tokens=False)["input_ids"] for each in ("\n", f"\n{text}", text))
+    line, whole, alone = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in ("\n", f"\n{text}", text))
     tokens: list[int] = whole[len(line) :] if whole[: len(line)] == line else alone
     return tokens

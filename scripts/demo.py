@@ -24,10 +24,10 @@ spin_briefly()  # before torch is imported
 import torch
 
 from decoding.errors import UserError
-from decoding.model import quickstart
+from decoding.files import quickstart
+from decoding.files.fingerprint import stored_fingerprint
+from decoding.files.hub import local_folder
 from decoding.model.dspark_config import read_dspark_config
-from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.hub import local_folder
 from trainer.commands.chat import run_generate
 from trainer.commands.evaluate import run_evaluate
 from trainer.commands.options import EvaluateOptions, GenerateOptions, RegenerateOptions

@@ -122,8 +122,8 @@ def opened(
 ) -> DraftSession:
     """Open a session with a text in every row."""
     session = drafter.open(target, sampling or SamplingConfig(), rows, ROOM)
-    for slot in range(rows):
-        session.admit(slot, TextStart(prompt_length, GeneratorSource.from_seed(seed + slot)))
+    for row in range(rows):
+        session.admit(row, TextStart(prompt_length, GeneratorSource.from_seed(seed + row)))
     return session
 
 
@@ -146,9 +146,9 @@ class Follower:
             self.known[row] = len(text) - 1
         return self.session.propose(requests)
 
-    def move(self, slot: int, to: int) -> None:
-        self.session.move(slot, to)
-        self.known[to] = self.known[slot]
+    def move(self, row: int, to: int) -> None:
+        self.session.move(row, to)
+        self.known[to] = self.known[row]
 
 
 def paths(tree: TokenTree) -> set[tuple[int, ...]]:

@@ -115,11 +115,11 @@ class _DisturbedSession(DraftSession):
     def __init__(self, drafter: Disturbed, inner: DraftSession) -> None:
         self._drafter, self._inner = drafter, inner
 
-    def admit(self, slot: int, start: TextStart) -> None:
-        self._inner.admit(slot, start)
+    def admit(self, row: int, start: TextStart) -> None:
+        self._inner.admit(row, start)
 
-    def move(self, slot: int, to: int) -> None:
-        self._inner.move(slot, to)
+    def move(self, row: int, to: int) -> None:
+        self._inner.move(row, to)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         return [self._disturbed(proposal) for proposal in self._inner.propose(requests)]
@@ -164,13 +164,13 @@ class _StaleCache(PreallocatedCache):
     """A cache that puts the key of the first refused token of a block in place of the last kept one's."""
 
     @torch.inference_mode()
-    def commit(self, slot: int, start: int, kept: Sequence[int]) -> None:
-        refused = self.lengths[slot] - start - len(kept)
-        super().commit(slot, start, kept)
+    def commit(self, row: int, start: int, kept: Sequence[int]) -> None:
+        refused = self.lengths[row] - start - len(kept)
+        super().commit(row, start, kept)
         last = start + len(kept) - 1
         for layer in self._own_layers if refused > 0 else ():
             assert layer.keys is not None
-            layer.keys[slot, :, last] = layer.keys[slot, :, last + 1]
+            layer.keys[row, :, last] = layer.keys[row, :, last + 1]
 
 
 # --- a target that costs nothing --------------------------------------------------------------------------------------

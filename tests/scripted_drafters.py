@@ -8,7 +8,7 @@ import torch
 from decoding.drafters.base import DraftRequest, TextDrafter, TextStart
 from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
-from decoding.policies import PLAIN, Budget
+from decoding.policies import NO_DRAFT, Budget
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import DrawnPart, Proposal, ProposalKind, TokenTree, TreeShape
 
@@ -110,7 +110,7 @@ class RandomPolicy:
         self._chance = random.Random(seed)
 
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
-        return self._chance.choice([PLAIN, *budgets])
+        return self._chance.choice([NO_DRAFT, *budgets])
 
     def observe(self, budget: Budget, steps: Sequence[StepCount], draft: float, verify: float, total: float) -> None:
         assert steps and 0 <= draft + verify <= total

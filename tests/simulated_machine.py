@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from decoding.metrics import StepCount
-from decoding.policies import PLAIN, Budget, Policy
+from decoding.policies import NO_DRAFT, Budget, Policy
 
 
 def chains(depth: int) -> list[Budget]:
@@ -50,7 +50,7 @@ def simulate(
     number = 0
     while written < tokens:
         budget = policy.choose(budgets, rows)
-        assert budget == PLAIN or budget in budgets
+        assert budget == NO_DRAFT or budget in budgets
         share, steps = rate_of(budget, rate, budgets), []
         for _ in range(rows):
             offered = budget.depth if chance.random() < found else 0
@@ -58,7 +58,7 @@ def simulate(
             while accepted < offered and chance.random() < share:
                 accepted += 1
             steps.append(StepCount(accepted + 1, accepted, offered, budget.nodes - 1 if offered else 0))
-        true = machine.draft * (budget.depth + 0.05 * min(missed, 20) * (budget != PLAIN))
+        true = machine.draft * (budget.depth + 0.05 * min(missed, 20) * (budget != NO_DRAFT))
         passed = machine.verify(rows, 1 + max(step.drafted for step in steps))
         draft, verify = machine.timed(true, number, chance), machine.timed(passed, number, chance)
         number += 1
@@ -66,7 +66,7 @@ def simulate(
         written += sum(step.emitted for step in steps) / rows
         expected += expected_of(budget, rate, budgets, found)
         seconds += true + passed
-        missed = missed + 1 if budget == PLAIN else 0
+        missed = missed + 1 if budget == NO_DRAFT else 0
     return expected / seconds
 
 

@@ -12,19 +12,12 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, tiny_model
 from tiny_tokenizer import byte_tokenizer
 
+from decoding.files.fingerprint import stored_fingerprint
+from decoding.files.folder import check_model_folder, is_heads_folder
+from decoding.files.stored import CONFIG_NAME, WEIGHTS_NAME
 from decoding.model.causal_lm import CausalLM
-from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.folder import check_model_folder
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.loading import (
-    is_heads_folder,
-    load_draft,
-    load_heads,
-    load_model,
-    load_tokenizer,
-    model_without_weights,
-)
-from decoding.model.stored import CONFIG_NAME, WEIGHTS_NAME
+from decoding.model.loading import load_draft, load_heads, load_model, load_tokenizer, model_without_weights
 from decoding.rules.tree import MOST_NODES
 from trainer.export.exporter import export
 

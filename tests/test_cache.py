@@ -34,10 +34,10 @@ def layers_of(cache: PreallocatedCache) -> list[Any]:
     return list(cache.layers)
 
 
-def contents(cache: PreallocatedCache, slot: int = 0) -> Tensor:
+def contents(cache: PreallocatedCache, row: int = 0) -> Tensor:
     """Keys and values of every layer of a row, up to its length: (2, layers, heads, length, dim)."""
-    end = cache.lengths[slot]
-    layers = [(layer.keys[slot, :, :end], layer.values[slot, :, :end]) for layer in layers_of(cache)]
+    end = cache.lengths[row]
+    layers = [(layer.keys[row, :, :end], layer.values[row, :, :end]) for layer in layers_of(cache)]
     return torch.stack([torch.stack(list(kind)) for kind in zip(*layers, strict=True)])
 
 
@@ -48,9 +48,9 @@ def assert_same_content(kept: Tensor, expected: Tensor) -> None:
 
 def assert_holds(model: CausalLM, cache: PreallocatedCache, *texts: Sequence[int]) -> None:
     """Row i of the cache is the cache that a model has which has run text i alone."""
-    for slot, text in enumerate(texts):
-        assert cache.lengths[slot] == len(text)
-        assert_same_content(contents(cache, slot), contents(filled(model, list(text))))
+    for row, text in enumerate(texts):
+        assert cache.lengths[row] == len(text)
+        assert_same_content(contents(cache, row), contents(filled(model, list(text))))
 
 
 def random_tree(chance: random.Random, most_nodes: int = 7) -> TokenTree:
@@ -84,9 +84,9 @@ def test_many_trees_and_random_acceptances_later_each_row_is_still_the_cache_of_
     for _ in range(steps):
         trees = [random_tree(chance) for _ in texts]
         tiny_llama.verify(trees, cache)
-        for slot, (text, tree) in enumerate(zip(texts, trees, strict=True)):
+        for row, (text, tree) in enumerate(zip(texts, trees, strict=True)):
             path = (0, *tree.shape.path(chance.randrange(len(tree))))
-            cache.commit(slot, len(text), path)
+            cache.commit(row, len(text), path)
             text += [tree.token_list[node] for node in path]
     assert_holds(tiny_llama, cache, *texts)
 

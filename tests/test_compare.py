@@ -1,4 +1,4 @@
-"""Two evaluations compared by pairs: the ratio, the verdict, and what is refused."""
+"""Two evaluations compared by pairs: the ratio, the conclusion, and what is refused."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from decoding.measure.compare import Comparison, compare, read_evaluation, verdict
+from decoding.measure.compare import Comparison, compare, conclusion, read_evaluation
 from decoding.metrics import Estimate
 from trainer.cli import app
 
@@ -58,17 +58,17 @@ def test_a_method_that_is_faster_on_every_prompt_is_really_faster(tmp_path: Path
     found = compare(a, b)
     assert [each.method for each in found.rows] == ["plain", "draft"] and found.warnings == ()
     assert row(found).pairs == 10 and row(found).speed.value == pytest.approx(0.5 / 0.425)
-    assert row(found).speed_verdict.kind == "real" and row(found).tokens_per_pass.value == 1.0
-    assert row(found, "plain").speed_verdict.text == "no difference seen: less than 0.1% either way"
+    assert row(found).speed_conclusion.kind == "real" and row(found).tokens_per_pass.value == 1.0
+    assert row(found, "plain").speed_conclusion.text == "no difference seen: less than 0.1% either way"
 
 
 def test_two_methods_of_one_folder_are_paired_by_prompt(tmp_path: Path) -> None:
     a = read_evaluation(evaluated(tmp_path / "a", [0.5] * 10))
     (held,) = compare(a, a, "plain", "draft").rows
     assert (held.method, held.other) == ("plain", "draft")
-    assert held.speed and held.speed_verdict and held.speed.value == held.tokens_per_pass.value == 2.0
-    assert held.speed_verdict.text == "real: B is faster by 100.0% to 100.0%"
-    assert held.tokens_per_pass_verdict.text == "real: B keeps more by 100.0% to 100.0%"
+    assert held.speed and held.speed_conclusion and held.speed.value == held.tokens_per_pass.value == 2.0
+    assert held.speed_conclusion.text == "real: B is faster by 100.0% to 100.0%"
+    assert held.tokens_per_pass_conclusion.text == "real: B keeps more by 100.0% to 100.0%"
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,10 @@ def test_two_methods_of_one_folder_are_paired_by_prompt(tmp_path: Path) -> None:
     ],
 )
 def test_the_verdict_follows_from_the_interval(estimate: Estimate, kind: str, text: str) -> None:
-    found = verdict(estimate)
+    found = conclusion(estimate)
     assert (found.kind, found.text) == (kind, text)
     if kind == "open":
-        assert verdict(estimate, prompts=10 * estimate.observations).needed >= 10 * estimate.observations
+        assert conclusion(estimate, prompts=10 * estimate.observations).needed >= 10 * estimate.observations
 
 
 def test_times_of_other_commits_are_not_compared_and_acceptance_is(tmp_path: Path) -> None:

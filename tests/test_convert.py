@@ -21,10 +21,10 @@ from tiny_models import tiny_model
 
 from decoding.drafters import Drafter, DSparkDrafter, Eagle3Drafter
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkDraft
 from decoding.model.dspark_config import read_dspark_config
-from decoding.model.eagle3 import Eagle3Draft
+from decoding.model.dspark_draft import DSparkDraft
 from decoding.model.eagle3_config import is_eagle3_folder, read_eagle3_config
+from decoding.model.eagle3_draft import Eagle3Draft
 from decoding.model.loading import load_dspark, load_eagle3
 from decoding.rules.sampling import SamplingConfig
 from trainer.export.exporter import NO_PROMPTS, export

@@ -11,10 +11,10 @@ from tiny_models import counting_model, full_forward, tiny_model
 from tiny_training import WORDS, Recorder, tiny_tokenizer, train_toy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from decoding.files.folder import write_output_tokens
 from decoding.model.causal_lm import CausalLM
 from decoding.model.forward import capture_lm_head_input
 from decoding.model.loading import load_draft
-from decoding.model.vocabulary import write_output_tokens
 from trainer.data.batch import Example, collate, pack
 from trainer.drafts.distill import DistillObjective
 from trainer.drafts.start import InitialDraft, draft_from_target, initial_draft, write_draft

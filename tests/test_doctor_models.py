@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, MambaConfig, PreTrainedTokenizerF
 from typer.testing import CliRunner
 
 from decoding.drafters.registry import parse_drafter
+from decoding.files.fingerprint import stored_fingerprint
+from decoding.files.hub import local_folder
 from decoding.measure.proof.finding import Finding
 from decoding.model.causal_lm import CausalLM
-from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.hub import local_folder
 from trainer.cli import app
 from trainer.doctor.models import (
     Skeleton,

@@ -23,8 +23,8 @@ TOKENS = st.integers(0, 15)
 
 def opened(drafter: DraftTreeDrafter, target: CausalLM, sampling: SamplingConfig, rows: int = 1) -> DraftTreeSession:
     session = drafter.open(target, sampling, rows, 80)
-    for slot in range(rows):
-        session.admit(slot, TextStart(1, GeneratorSource.from_seed(slot)))
+    for row in range(rows):
+        session.admit(row, TextStart(1, GeneratorSource.from_seed(row)))
     return session
 
 

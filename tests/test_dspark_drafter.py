@@ -13,10 +13,11 @@ from transformers.generation.candidate_generator import DFlashTokenCandidateGene
 from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 from decoding.drafters import DSparkDrafter
+from decoding.drafters.dspark import TextKeys
 from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSpark, DSparkDraft, TextKeys
-from decoding.model.dspark_config import DSparkConfig, Sight
+from decoding.model.dspark_config import Sight
+from decoding.model.dspark_draft import DSparkDraft, PairedDSpark
 from decoding.rules.sampling import SamplingConfig
 
 
@@ -29,8 +30,8 @@ def deep() -> CausalLM:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The logits of each step's blocks, (rows, deepest tree, vocab), as the drafter computes them."""
-    found, logits = list[Tensor](), DSpark.logits
-    monkeypatch.setattr(DSpark, "logits", lambda *given: found.append(logits(*given)) or found[-1])
+    found, logits = list[Tensor](), PairedDSpark.logits
+    monkeypatch.setattr(PairedDSpark, "logits", lambda *given: found.append(logits(*given)) or found[-1])
     return found
 
 
@@ -103,7 +104,7 @@ def test_the_plain_forward_tells_windows_and_causal_blocks_and_shifted_positions
     wanted, run, rotary, keys = block_logits(draft, deep, text), TextKeys.run, DSparkDraft.rotary, DSparkDraft.text_keys
     own = draft.layers[0].input_layernorm
     mutants = [
-        *((DSparkConfig, "sights", (Sight(*other),)) for other in ((3, False), (4, True), (2, True), (None, True))),
+        *((draft, "sights", (Sight(*other),)) for other in ((3, False), (4, True), (2, True), (None, True))),
         (DSparkDraft, "rotary", lambda self, positions: rotary(self, positions * (positions < len(text) - 1))),
         (DSparkDraft, "text_keys", lambda self, states, positions: keys(self, states.roll(1, 1), positions)),
         (TextKeys, "run", lambda self, embedded: own(run(self, embedded))),
@@ -169,7 +170,7 @@ def test_long_texts_are_read_one_by_one_to_the_same_keys(deep: CausalLM, monkeyp
     states = [torch.randn(count, draft.fc.in_features) for count in (5, 0, 3, 4, 2, 1)]
     keys = []
     for most in (1024, 6):
-        monkeypatch.setattr("decoding.model.dspark._TOGETHER", most)
+        monkeypatch.setattr("decoding.drafters.dspark._TOGETHER", most)
         keys.append(TextKeys(draft, 3, 16))
         keys[-1].append(states[:3])
         keys[-1].append(states[3:])
@@ -290,8 +291,8 @@ def test_every_draft_of_transformers_generator_is_ours(form: str, monkeypatch: p
         eos_token_id=None,
     )
     assert tuple(written[0, len(prompt) :].tolist()) == naive_greedy(target.model, prompt, new)
-    seen, logits = list[Tensor](), DSpark.logits
-    monkeypatch.setattr(DSpark, "logits", lambda self, *given: seen.append(logits(self, *given)) or seen[-1])
+    seen, logits = list[Tensor](), PairedDSpark.logits
+    monkeypatch.setattr(PairedDSpark, "logits", lambda self, *given: seen.append(logits(self, *given)) or seen[-1])
     follower = Follower(DSparkDrafter(draft), target, rows=1)
     for text, drafted, wanted in calls:
         (proposal,) = follower.propose(text)

@@ -16,10 +16,10 @@ from tiny_models import tiny_model
 
 from decoding.drafters import DSparkDrafter
 from decoding.errors import UserError
+from decoding.files.fingerprint import stored_fingerprint
 from decoding.measure.proof.finding import Finding
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_config import read_dspark_config
-from decoding.model.fingerprint import stored_fingerprint
 from trainer.export.exporter import export
 from trainer.export.gguf import readers
 from trainer.export.task import ExportTask

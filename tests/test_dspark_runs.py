@@ -23,9 +23,9 @@ from tiny_models import naive_greedy, tiny_model
 from tiny_training import Recorder, interrupt, recipe_content, tiny_tokenizer, train_toy, write_corpus, write_target
 
 from decoding.drafters.registry import DrafterLoader, parse_drafter
+from decoding.files.fingerprint import fingerprint
 from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
-from decoding.model.fingerprint import fingerprint
 from trainer.data.batch import Example, collate
 from trainer.processes import Process
 from trainer.recipe.heads import FeaturesSection, StatesDtype

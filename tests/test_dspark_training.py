@@ -12,7 +12,7 @@ from tiny_models import counting_model, tiny_model
 from torch import Tensor
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSpark
+from decoding.model.dspark_draft import PairedDSpark
 from trainer.data.batch import Example, collate, pack
 from trainer.drafts.dspark import CONFIDENCE, DSparkObjective, block_logits, labels_of, sample_blocks
 from trainer.target.loading import OnlineTarget
@@ -171,7 +171,7 @@ def test_logits_along_a_text_are_those_behind_each_of_its_tokens(kind: str, samp
     target, text, first = CausalLM(tiny_model(num_hidden_layers=3)), [3, 1, 4, 1, 5, 9, 2, 6, 5], 2
     windows = {"num_hidden_layers": 2, **WINDOWS}
     draft = tiny_dspark(target, markov_head_type=kind, sample_from_anchor=sample_from_anchor, **windows)
-    for depth, labels, logits in block_logits(DSpark(draft, target), OnlineTarget(target), text, first):
+    for depth, labels, logits in block_logits(PairedDSpark(draft, target), OnlineTarget(target), text, first):
         assert labels.tolist() == text[first + 1 + depth :]
         for anchor, row in enumerate(logits, start=first):
             path = text[anchor + 1 : anchor + 1 + depth]

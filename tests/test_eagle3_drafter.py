@@ -15,7 +15,7 @@ from decoding.drafters import Drafter, Eagle3Drafter, Eagle3TreeDrafter
 from decoding.drafters.eagle3 import Eagle3State
 from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
-from decoding.model.eagle3 import Eagle3Draft
+from decoding.model.eagle3_draft import Eagle3Draft
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import Proposal
 

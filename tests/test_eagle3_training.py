@@ -18,8 +18,8 @@ from decoding.drafters.base import DraftRequest, TextStart
 from decoding.drafters.eagle3 import Eagle3State
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
-from decoding.model.eagle3 import Eagle3Draft
 from decoding.model.eagle3_config import read_eagle3_config
+from decoding.model.eagle3_draft import Eagle3Draft
 from decoding.model.forward import unscaled_embeddings
 from decoding.rules.drawing import GeneratorSource
 from decoding.rules.sampling import SamplingConfig

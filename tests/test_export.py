@@ -16,11 +16,11 @@ from tiny_training import recipe_content, write_corpus, write_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from decoding.files.fingerprint import stored_fingerprint
+from decoding.files.stored import write_weights
 from decoding.model.causal_lm import CausalLM
-from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_model
-from decoding.model.stored import write_weights
 from trainer.export import draft, headstart
 from trainer.export.exporter import export
 from trainer.recipe.reading import parse_recipe

@@ -19,8 +19,8 @@ from tiny_training import tiny_tokenizer, toy_examples
 from torch import Tensor
 
 from decoding.errors import UserError
+from decoding.files.fingerprint import fingerprint
 from decoding.model.causal_lm import CausalLM
-from decoding.model.fingerprint import fingerprint
 from decoding.model.forward import capture_lm_head_input
 from trainer.data.batch import Batch, Example, collate
 from trainer.files.folders import ShardLayout

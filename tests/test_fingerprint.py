@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from tiny_training import CHAT_TEMPLATE, WORDS, recipe_content, tiny_tokenizer, write_corpus, write_target
 
-from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
+from decoding.files.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.recipe.reading import parse_recipe
 from trainer.target.loading import load_target

@@ -28,7 +28,7 @@ from transformers import (
 from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter, DSparkDrafter, PromptLookupDrafter
 from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkDraft
+from decoding.model.dspark_draft import DSparkDraft
 from decoding.policies import FixedPolicy, Policy
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY

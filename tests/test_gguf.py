@@ -20,15 +20,15 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from decoding.errors import UserError
+from decoding.files import gguf_file
+from decoding.files.fingerprint import stored_fingerprint
+from decoding.files.folder import write_output_tokens
+from decoding.files.gguf_file import source_of
+from decoding.files.hub import local_folder, revisions
 from decoding.generate import DecodingConfig, Engine
 from decoding.metrics import Acceptance, acceptance
-from decoding.model import gguf_file
 from decoding.model.causal_lm import CausalLM
-from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.gguf_file import source_of
-from decoding.model.hub import local_folder, revisions
 from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
-from decoding.model.vocabulary import write_output_tokens
 from trainer.doctor.models import read_skeleton
 from trainer.export.card import target_argument
 from trainer.export.companions import published_provenance, target_of

@@ -32,7 +32,7 @@ from decoding.drafters.growth import Growth, StaticTree
 from decoding.generate import DecodingConfig, Engine
 from decoding.measure.proof.enumeration import LOSSLESS, ROOT_TOKEN, ContextModel, Draft, contexts, distance_from_target
 from decoding.model.causal_lm import CausalLM
-from decoding.model.eagle3 import Eagle3Draft
+from decoding.model.eagle3_draft import Eagle3Draft
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.rules.drawing import RandomSource
 from decoding.rules.sampling import HistoryRows, SamplingConfig, probabilities

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from decoding.errors import UserError
+from decoding.files.stored import CONFIG_NAME, WEIGHTS_NAME
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.markov import MarkovBias
-from decoding.model.stored import CONFIG_NAME, WEIGHTS_NAME
 from decoding.model.vocabulary import d2t_of
 from trainer.data.batch import Batch, Example
 from trainer.drafts.dspark_start import start_dspark

@@ -17,12 +17,12 @@ from decoding import HeadstartModel
 from decoding.drafters import DraftModelDrafter, DSparkDrafter, HybridDrafter, MedusaDrafter
 from decoding.dtypes import DTYPES, fast_dtype, parse_dtype
 from decoding.errors import UserError
+from decoding.files.fingerprint import stored_fingerprint
+from decoding.files.folder import write_output_tokens
+from decoding.files.hub import HubName, commit_of, hub_name, local_folder, only_cached, revisions, short_name
 from decoding.model.causal_lm import CausalLM
-from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.hub import HubName, commit_of, hub_name, local_folder, only_cached, revisions, short_name
 from decoding.model.loading import check_same_tokenizer, eos_token_ids, load_draft, load_model, load_tokenizer
-from decoding.model.vocabulary import write_output_tokens
 from trainer.commands.shared_options import LoadingOptions
 from trainer.recipe.common import TrainingSection
 
@@ -294,7 +294,7 @@ def test_what_is_cached_is_read_without_a_request_when_offline_and_by_its_commit
     commit = folder_on(hub, MODEL, folders / "target")
     online = loaded(MODEL)
     hub.requests.clear()
-    monkeypatch.setattr("decoding.model.hub._commits", {})  # as in a new process
+    monkeypatch.setattr("decoding.files.hub._commits", {})  # as in a new process
     assert torch.equal(loaded(f"{MODEL}@{commit}"), online)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name in (MODEL, f"{MODEL}@main", f"{MODEL}@{commit}"):
@@ -369,7 +369,7 @@ def test_a_hub_out_of_reach_is_named_and_the_cache_is_read_meanwhile(
 ) -> None:
     commit = folder_on(hub, MODEL, folders / "target")
     local_folder(MODEL)
-    monkeypatch.setattr("decoding.model.hub._commits", {})
+    monkeypatch.setattr("decoding.files.hub._commits", {})
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://zoe:password@127.0.0.1:1")
     assert commit_of(MODEL) == commit
     with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:1 cannot be reached \(ConnectError\)") as raised:

@@ -23,7 +23,7 @@ from decoding.measure.planning.step_costs import (
 from decoding.metrics import StepCount, expected_tokens, tokens_per_pass
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import _Passes, measure_costs, pass_over
-from decoding.policies import PLAIN, Budget
+from decoding.policies import NO_DRAFT, Budget
 from decoding.rules.tree import TokenTree, TreeShape
 
 SPEC = DrafterSpec("draft", "folder", {})
@@ -88,11 +88,11 @@ def test_the_predicted_speedup_is_the_machine_s_within_a_few_percent(
     costs = surveyed(machine, 10, rows)
     for candidate in chain_candidates(rate, 10):
         depth = candidate.budget.depth
-        true = candidate.tokens / (draft * depth + machine.verify(rows, depth + 1)) * machine.verify(rows, 1)
+        true = candidate.tokens_per_pass / (draft * depth + machine.verify(rows, depth + 1)) * machine.verify(rows, 1)
         assert best([candidate], costs).speedup == pytest.approx(true, rel=0.05)
     chosen = best(chain_candidates(rate, 10), costs)
     budget = chosen.candidate.budget
-    rate_of_chosen = chosen.candidate.tokens / (draft * budget.depth + machine.verify(rows, budget.nodes))
+    rate_of_chosen = chosen.candidate.tokens_per_pass / (draft * budget.depth + machine.verify(rows, budget.nodes))
     true_rates = [expected_tokens(rate, d) / (draft * d + machine.verify(rows, d + 1)) for d in range(11)]
     assert rate_of_chosen > 0.97 * max(true_rates)
 
@@ -102,7 +102,7 @@ def test_steps_cut_short_by_a_text_s_end_and_steps_of_fewer_rows_are_not_measure
     whole, cut = StepCount(2, 1, 3, 3, room=3), StepCount(2, 1, 2, 2, room=2)
     for steps in ([whole, whole], [whole, whole], [whole, cut], [whole]):  # the first of a budget is not counted
         survey.observe(Budget(3, 4), steps, 1.0, 2.0, 4.0)
-    survey.observe(PLAIN, [whole, whole], 0.0, 2.0, 2.5)
+    survey.observe(NO_DRAFT, [whole, whole], 0.0, 2.0, 2.5)
     assert survey.seconds() == {Budget(3, 4): StepSeconds(1.0, 2.0, 1.0)}
 
 
@@ -137,7 +137,7 @@ def test_accepted_children_give_shares_by_depth_and_rank() -> None:
 
 def costs_of(draft: float, verify: Sequence[float], overhead: float = 0.0, plain_overhead: float = 0.0) -> StepCosts:
     """Costs of chains whose k-th token costs ``draft``, and whose passes over 1, 2, … tokens take ``verify``."""
-    found = {PLAIN: StepSeconds(0.0, verify[0], plain_overhead)}
+    found = {NO_DRAFT: StepSeconds(0.0, verify[0], plain_overhead)}
     for depth in range(1, len(verify)):
         found[Budget(depth, depth + 1)] = StepSeconds(draft * depth, verify[depth], overhead)
     return StepCosts(found, dict(enumerate(verify, start=1)))
@@ -145,7 +145,7 @@ def costs_of(draft: float, verify: Sequence[float], overhead: float = 0.0, plain
 
 def test_the_speedup_counts_the_overhead_of_both_loops() -> None:
     costs = costs_of(0.5, [1.0, 1.0, 1.0], overhead=0.5, plain_overhead=1.0)
-    found = Prediction(Candidate(SPEC, Budget(2, 3), tokens=2.5), costs.step(Budget(2, 3)), costs.plain)
+    found = Prediction(Candidate(SPEC, Budget(2, 3), tokens_per_pass=2.5), costs.step(Budget(2, 3)), costs.plain)
     assert found.plain == 2.0 and found.cost == pytest.approx((1.0 + 1.0 + 0.5) / 2.0)
     assert found.speedup == pytest.approx(2.5 / 1.25)
 

@@ -7,7 +7,7 @@ import pytest
 from simulated_machine import Machine, chains, expected_of, simulate
 
 from decoding.metrics import StepCount
-from decoding.policies import PLAIN, AdaptivePolicy, Budget, FixedPolicy, named_policy
+from decoding.policies import NO_DRAFT, AdaptivePolicy, Budget, FixedPolicy, named_policy
 
 TREES = (Budget(2, 4), Budget(3, 8), Budget(4, 16))
 TREE = (
@@ -34,8 +34,8 @@ def test_the_fixed_policy_takes_the_largest_budget_within_its_limits() -> None:
     assert FixedPolicy().choose(TREES, 1) == Budget(4, 16)
     assert FixedPolicy(depth=3).choose(TREES, 1) == Budget(3, 8)
     assert FixedPolicy(nodes=7).choose(TREES, 1) == Budget(2, 4)
-    assert FixedPolicy(depth=1).choose(TREES, 1) == PLAIN
-    assert FixedPolicy(depth=0).choose(chains(4), 1) == PLAIN
+    assert FixedPolicy(depth=1).choose(TREES, 1) == NO_DRAFT
+    assert FixedPolicy(depth=0).choose(chains(4), 1) == NO_DRAFT
 
 
 def shares(machine: Machine, rate: float, budgets: list[Budget], rows: int, found: float, tokens: int) -> list[float]:
@@ -115,7 +115,7 @@ def test_drafts_that_are_accepted_but_slow_are_stopped_too() -> None:
     policy, budgets, seconds, tokens = AdaptivePolicy(), chains(6), 0.0, 0
     while tokens < 512:
         budget = policy.choose(budgets, rows=1)
-        took = 1.0 if budget == PLAIN else 20.0
+        took = 1.0 if budget == NO_DRAFT else 20.0
         policy.observe(budget, one(budget.depth, budget.depth), 0.0, took, took)
         seconds, tokens = seconds + took, tokens + budget.depth + 1
     assert tokens / seconds > 0.9
@@ -124,7 +124,7 @@ def test_drafts_that_are_accepted_but_slow_are_stopped_too() -> None:
 def test_of_a_hybrid_the_adaptive_policy_takes_the_largest_tree_or_none() -> None:
     policy = AdaptivePolicy()
     for _ in range(50):
-        assert policy.choose(HYBRID, 1) in (PLAIN, HYBRID[-1])
+        assert policy.choose(HYBRID, 1) in (NO_DRAFT, HYBRID[-1])
         policy.observe(HYBRID[-1], one(1, 8), 0.5, 1.5, 2.0)
 
 
@@ -132,8 +132,8 @@ def test_of_a_hybrid_the_adaptive_policy_takes_the_largest_tree_or_none() -> Non
 def test_odd_steps_break_no_policy_and_without_budgets_it_decodes_plainly(name: str) -> None:
     odd: list[list[StepCount]] = [one(0, 0), [], [StepCount(2, 2, 2, 3)], one(1, 1)]
     policy = named_policy(name)
-    assert policy.choose([], 1) == PLAIN
+    assert policy.choose([], 1) == NO_DRAFT
     for turn in range(12):
         budget = policy.choose(chains(4), 1)
-        assert budget == PLAIN or budget in chains(4)
+        assert budget == NO_DRAFT or budget in chains(4)
         policy.observe(budget, odd[turn % 4], 0.0, 0.0, 0.0)

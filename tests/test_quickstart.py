@@ -13,10 +13,10 @@ from trained_pair import CHAT
 from typer.testing import CliRunner
 
 from decoding import HeadstartModel
-from decoding.model import gguf_file, quickstart
-from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.gguf_file import source_of
-from decoding.model.hub import hub_name, local_folder, revisions
+from decoding.files import gguf_file, quickstart
+from decoding.files.fingerprint import stored_fingerprint
+from decoding.files.gguf_file import source_of
+from decoding.files.hub import hub_name, local_folder, revisions
 from trainer.cli import app
 from trainer.export.card import render_card
 from trainer.export.companions import target_of

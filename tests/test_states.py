@@ -52,13 +52,13 @@ class ReadingSession:
         self._drafter, self._target, self._session = drafter, target, session
         self._states: dict[int, list[Tensor]] = {}
 
-    def admit(self, slot: int, start: TextStart) -> None:
-        self._session.admit(slot, start)
-        self._states[slot] = []
+    def admit(self, row: int, start: TextStart) -> None:
+        self._session.admit(row, start)
+        self._states[row] = []
 
-    def move(self, slot: int, to: int) -> None:
-        self._session.move(slot, to)
-        self._states[to] = self._states.pop(slot)
+    def move(self, row: int, to: int) -> None:
+        self._session.move(row, to)
+        self._states[to] = self._states.pop(row)
 
     def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
         self._session.observe(proposals, logits)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from test_export import CONFIG, bits, random_heads
 
-from decoding.model.fingerprint import stored_fingerprint
+from decoding.files.fingerprint import stored_fingerprint
+from decoding.files.folder import is_heads_folder
+from decoding.files.stored import non_finite, weight_files
 from decoding.model.heads import MedusaHeads
-from decoding.model.loading import is_heads_folder
-from decoding.model.stored import non_finite, weight_files
 
 SHARDS = ["model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors"]
 

@@ -18,11 +18,11 @@ from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from decoding.model.attention import _GROUPED as NAME
-from decoding.model.attention import copy_free_attention, grouped_attention
 from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dynamic import TreeMasks
+from decoding.model.forward import _GROUPED as NAME
+from decoding.model.forward import copy_free_attention, grouped_attention
 from decoding.rules.tree import TokenTree, TreeShape
 
 # Longer than the window of the families that have one, on both sides of a branch.
@@ -159,10 +159,10 @@ def test_what_stands_in_other_rows_and_in_the_padding_does_not_reach_a_row(famil
     for other in ([1, 2, 3], [15, 15, 15, 0, 15, 15, 15, 15, 15]):
         cache = filled(model, [PREFIX, other])
         # Nothing a row does not own may be read: neither the padding of its prefill nor what a rejection left behind.
-        for slot in (0, 1):
+        for row in (0, 1):
             for layer in layers_of(cache):
-                layer.keys[slot, :, cache.lengths[slot] :] = 1e4
-                layer.values[slot, :, cache.lengths[slot] :] = 1e4
+                layer.keys[row, :, cache.lengths[row] :] = 1e4
+                layer.values[row, :, cache.lengths[row] :] = 1e4
         outputs.append(model.verify([TREE, TokenTree.chain([other[0]] * len(other))], cache).logits[0, : len(TREE)])
     torch.testing.assert_close(*outputs, **FLOAT)
 

@@ -7,15 +7,10 @@ import torch
 from tiny_models import full_forward, tiny_model
 
 from decoding.drafters import Drafter, DraftModelDrafter, DraftTreeDrafter
+from decoding.files.folder import OUTPUT_TOKENS_NAME, write_output_tokens
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import load_draft
-from decoding.model.vocabulary import (
-    OUTPUT_TOKENS_NAME,
-    most_frequent_tokens,
-    trimmed_vocabulary,
-    with_filled_vocabulary,
-    write_output_tokens,
-)
+from decoding.model.vocabulary import most_frequent_tokens, trimmed_vocabulary, with_filled_vocabulary
 
 KEPT = (1, 2, 5, 8, 9, 13)
 PROMPTS = ([1, 2, 3], [5], [7, 7, 0, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1])

@@ -11,8 +11,8 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkDraft
 from decoding.model.dspark_config import DSparkConfig
+from decoding.model.dspark_draft import DSparkDraft
 
 
 def tiny_dspark(

@@ -8,8 +8,8 @@ from tiny_dspark import states_at
 from torch import Tensor, nn
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.eagle3 import Eagle3Draft
 from decoding.model.eagle3_config import Eagle3Config
+from decoding.model.eagle3_draft import Eagle3Draft
 
 
 def tiny_eagle3(

@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from decoding.model.causal_lm import CausalLM
-from decoding.model.eagle3 import Eagle3Draft
 from decoding.model.eagle3_config import Eagle3Config, default_layers
+from decoding.model.eagle3_draft import Eagle3Draft
 from decoding.model.loading import load_model
 from decoding.model.vocabulary import most_frequent_tokens
 from trainer.recipe.reading import parse_recipe

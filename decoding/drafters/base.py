@@ -59,29 +59,29 @@ class TextRows:
         self.sources: dict[int, GeneratorSource] = {}
         self._histories: dict[int, History] = {}
 
-    def admit(self, slot: int, start: TextStart) -> None:
-        """Begin a new text in row ``slot``, and forget the row's last text."""
-        self.sources[slot] = start.source
-        self._histories[slot] = History(self.sampling, start.prompt_length, self.vocab_size, self.device)
+    def admit(self, row: int, start: TextStart) -> None:
+        """Begin a new text in row ``row``, and forget the row's last text."""
+        self.sources[row] = start.source
+        self._histories[row] = History(self.sampling, start.prompt_length, self.vocab_size, self.device)
 
-    def move(self, slot: int, to: int) -> None:
-        """Move the text in row ``slot`` to row ``to``."""
-        self.sources[to] = self.sources.pop(slot)
-        self._histories[to] = self._histories.pop(slot)
+    def move(self, row: int, to: int) -> None:
+        """Move the text in row ``row`` to row ``to``."""
+        self.sources[to] = self.sources.pop(row)
+        self._histories[to] = self._histories.pop(row)
 
-    def history_at(self, slot: int, text: Sequence[int], tree: TokenTree, nodes: Sequence[int]) -> HistoryRows:
+    def history_at(self, row: int, text: Sequence[int], tree: TokenTree, nodes: Sequence[int]) -> HistoryRows:
         """Return the history that the sampling controls read at ``nodes`` of a row's tree."""
-        return self._histories[slot].at(text, tree, nodes)
+        return self._histories[row].at(text, tree, nodes)
 
 
 class DraftSession(Protocol):
     """A drafter's work on one batch. The session has all state of the generation; drafter and model have none."""
 
-    def admit(self, slot: int, start: TextStart) -> None:
-        """Begin a new text in row ``slot``, and forget the row's last text."""
+    def admit(self, row: int, start: TextStart) -> None:
+        """Begin a new text in row ``row``, and forget the row's last text."""
 
-    def move(self, slot: int, to: int) -> None:
-        """Move the text in row ``slot`` to row ``to``; the rows from ``slot`` on are no longer used."""
+    def move(self, row: int, to: int) -> None:
+        """Move the text in row ``row`` to row ``to``; the rows from ``row`` on are no longer used."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Draft a tree for each of the rows 0, 1, ….
@@ -98,11 +98,11 @@ class DraftSession(Protocol):
 class Rows(Protocol):
     """Data about each text of a batch, by row."""
 
-    def admit(self, slot: int, start: TextStart) -> None:
-        """Begin a new text in row ``slot``."""
+    def admit(self, row: int, start: TextStart) -> None:
+        """Begin a new text in row ``row``."""
 
-    def move(self, slot: int, to: int) -> None:
-        """Move the text in row ``slot`` to row ``to``."""
+    def move(self, row: int, to: int) -> None:
+        """Move the text in row ``row`` to row ``to``."""
 
 
 class RowsSession(DraftSession):
@@ -111,11 +111,11 @@ class RowsSession(DraftSession):
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
 
-    def admit(self, slot: int, start: TextStart) -> None:
-        self._rows.admit(slot, start)
+    def admit(self, row: int, start: TextStart) -> None:
+        self._rows.admit(row, start)
 
-    def move(self, slot: int, to: int) -> None:
-        self._rows.move(slot, to)
+    def move(self, row: int, to: int) -> None:
+        self._rows.move(row, to)
 
 
 class Drafter(ABC):
@@ -211,11 +211,11 @@ class _TextByText(DraftSession):
         self._drafter, self._target, self._sampling, self._max_length = drafter, target, sampling, max_length
         self._sessions: dict[int, TextSession] = {}
 
-    def admit(self, slot: int, start: TextStart) -> None:
-        self._sessions[slot] = self._drafter.open_text(self._target, self._sampling, start, self._max_length)
+    def admit(self, row: int, start: TextStart) -> None:
+        self._sessions[row] = self._drafter.open_text(self._target, self._sampling, start, self._max_length)
 
-    def move(self, slot: int, to: int) -> None:
-        self._sessions[to] = self._sessions.pop(slot)
+    def move(self, row: int, to: int) -> None:
+        self._sessions[to] = self._sessions.pop(row)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         return [

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from decoding.drafters.base import Drafter, DraftRequest
-from decoding.drafters.draft_state import DraftState, StateSession, shared_tokens
+from decoding.drafters.draft_model import DraftState, StateSession, shared_tokens
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget

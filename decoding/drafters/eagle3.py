@@ -9,23 +9,22 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from decoding.drafters.base import Drafter, DraftRequest, RowsSession, TextRows, TextStart
+from decoding.drafters.base import DraftRequest, RowsSession, TextRows, TextStart
 from decoding.drafters.draft_tree import DraftTreeDrafter, DraftTreeSession
-from decoding.drafters.growth import ChildLogits, Cut, Growth, StaticTree
+from decoding.drafters.growth import ChildLogits, Cut, GrownDrafter, Growth, StaticTree
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
-from decoding.model.eagle3 import Eagle3Draft
+from decoding.model.eagle3_draft import Eagle3Draft
 from decoding.model.forward import unscaled_embeddings
 from decoding.model.vocabulary import over_vocabulary
-from decoding.policies import Budget
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import Proposal, ProposalKind, TokenTree, TreeShape
+from decoding.rules.tree import Proposal, TokenTree, TreeShape
 
 _FEW = 16
 """Most new slots of a text that run together with other texts' new slots, padded to the same number."""
 
 
-class Eagle3Drafter(Drafter):
+class Eagle3Drafter(GrownDrafter):
     """Drafter of a chain or a tree with an EAGLE-3 draft.
 
     ``tree``: paths of ranks among the best tokens after each node. ``tokens``: the length of a chain. Without either it
@@ -53,21 +52,9 @@ class Eagle3Drafter(Drafter):
         if shape.ranks > (outputs := draft.config.draft_vocab_size):
             raise UserError(f"the tree has {shape.ranks} ranks, but the draft writes {outputs} tokens: use fewer")
         self.draft = draft
-        self.growth = Growth(shape, sampled)
-        self.budgets = shape.budgets
+        self._grow(shape, sampled, None if tree is None else "tree")
         self.taps = draft.config.target_layer_ids
-        size = f"{shape.max_depth} {'tokens' if sampled else 'likeliest tokens'}"
-        if tree is not None:
-            size = f"{'' if sampled else 'deterministic '}tree of {self.max_nodes - 1}"
-        self.label_with_size = f"{self.name}, {size}"
         self.rough_cost = 0.03 * shape.max_depth
-
-    def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
-        return frozenset({self.growth.kind(sampling)})
-
-    @property
-    def chains(self) -> tuple[Budget, ...]:
-        return self.growth.tree.chains
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "Eagle3Session":
         return Eagle3Session(self.growth, Eagle3State(self.draft, target, sampling, rows, max_length, self.max_nodes))
@@ -102,7 +89,7 @@ class _Level(NamedTuple):
     visible: Bool[Tensor, "rows width drafted"]
     """The drafted slots to which each node attends, by node number from 1: its own and its ancestors'."""
     flat: Int[Tensor, " some"]
-    """Places of the nodes among rows x width, without padding, row by row."""
+    """Indices of the nodes among rows x width, without padding, row by row."""
     sees_all: bool
     """True if every node attends to all slots of a text and of its tree."""
 
@@ -111,7 +98,7 @@ def _level(shapes: Sequence[TreeShape], first: Sequence[int], device: torch.devi
     """Describe the level of the nodes from ``first[row]`` on, the last ones of each tree."""
     counts = [len(shape) - begin for shape, begin in zip(shapes, first, strict=True)]
     width = max(counts)
-    last = max(map(len, shapes)) - (min(counts) == width)  # one more place for padding, if there is any
+    last = max(map(len, shapes)) - (min(counts) == width)  # one more number for padding, if there is any
     nodes, parents = torch.full((len(shapes), width), last), torch.zeros(len(shapes), width, dtype=torch.long)
     visible = torch.zeros(len(shapes), width, last, dtype=torch.bool)
     for row, (shape, begin, count) in enumerate(zip(shapes, first, counts, strict=True)):
@@ -119,7 +106,7 @@ def _level(shapes: Sequence[TreeShape], first: Sequence[int], device: torch.devi
         parents[row, :count] = torch.tensor(shape.parents[begin:])
         visible[row, :count, : len(shape) - 1] = shape.ancestor_mask[begin:, 1:]
         visible[row, count:, -1] = True
-    flat = torch.tensor([row * width + place for row, count in enumerate(counts) for place in range(count)])
+    flat = torch.tensor([row * width + index for row, count in enumerate(counts) for index in range(count)])
     depth = max(shape.max_depth for shape in shapes)
     sees_all = bool(visible.all())
     nodes, parents, visible, flat = (part.to(device, non_blocking=True) for part in (nodes, parents, visible, flat))
@@ -166,37 +153,37 @@ class Eagle3State:
         """`Eagle3Draft.output_tokens`, computed once."""
         return self.draft.output_tokens
 
-    def admit(self, slot: int, start: TextStart) -> None:
-        self.rows.admit(slot, start)
-        self._states[slot, 0] = 0
-        self._lengths[slot] = 0
-        self._unread[slot] = []
+    def admit(self, row: int, start: TextStart) -> None:
+        self.rows.admit(row, start)
+        self._states[row, 0] = 0
+        self._lengths[row] = 0
+        self._unread[row] = []
 
-    def move(self, slot: int, to: int) -> None:
-        self.rows.move(slot, to)
-        length = self._lengths[to] = self._lengths[slot]
+    def move(self, row: int, to: int) -> None:
+        self.rows.move(row, to)
+        length = self._lengths[to] = self._lengths[row]
         for buffer in (self._keys, self._values):
-            buffer[to, :, :length] = buffer[slot, :, :length]
-        self._held_at[to] = self._held_at[slot]
-        self._states[to, 0] = self._states[slot, 0]
-        self._unread[to] = self._unread.pop(slot)
+            buffer[to, :, :length] = buffer[row, :, :length]
+        self._held_at[to] = self._held_at[row]
+        self._states[to, 0] = self._states[row, 0]
+        self._unread[to] = self._unread.pop(row)
 
     def receive(self, requests: Sequence[DraftRequest]) -> None:
         """Keep the target's states at new tokens."""
-        for slot, request in enumerate(requests):
+        for row, request in enumerate(requests):
             if request.states is not None and len(request.states):
-                self._unread[slot].append(request.states.to(self.draft.fc.weight))
+                self._unread[row].append(request.states.to(self.draft.fc.weight))
 
     def read(self, texts: Sequence[Sequence[int]]) -> Float[Tensor, "rows outputs"]:
         """Run the new slots of each text; return the logits after its last token, over the draft's outputs."""
         empty = self.draft.fc.weight.new_zeros(0, self.draft.fc.in_features)
-        unread = [self._unread[slot] or [empty] for slot in range(len(texts))]
+        unread = [self._unread[row] or [empty] for row in range(len(texts))]
         states = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in unread]
-        self._unread.update({slot: [] for slot in range(len(texts))})
-        for slot, text in enumerate(texts):
-            if len(states[slot]) > _FEW:
-                self._append(slot, [text], [states[slot]])
-                states[slot] = empty
+        self._unread.update({row: [] for row in range(len(texts))})
+        for row, text in enumerate(texts):
+            if len(states[row]) > _FEW:
+                self._append(row, [text], [states[row]])
+                states[row] = empty
         self._append(0, texts, states)
         return self.draft.logits(self._states[: len(texts), 0])
 
@@ -231,8 +218,8 @@ class Eagle3State:
         keys, visible = max(self._lengths[:rows]) + drafted, None
         if not level.sees_all or len(set(self._lengths[:rows])) > 1:
             of_text = (torch.arange(keys, device=device) < begins)[:, None].expand(rows, width, keys)
-            places = (begins + torch.arange(drafted, device=device))[:, None].expand(rows, width, drafted)
-            visible = of_text.scatter(2, places, level.visible)
+            slots = (begins + torch.arange(drafted, device=device))[:, None].expand(rows, width, drafted)
+            visible = of_text.scatter(2, slots, level.visible)
         states = self.draft.recycled(self._states[index, level.parents])
         positions = (begins + (level.depth - 1)).expand(rows, width)
         ran = self._run(0, padded, states, positions, begins + level.nodes - 1, visible, keys)
@@ -245,21 +232,21 @@ class Eagle3State:
         tokens: Int[Tensor, "rows width"],
         states: Float[Tensor, "rows width hidden"],
         positions: Int[Tensor, "rows width"],
-        places: Int[Tensor, "rows width"],
+        slots: Int[Tensor, "rows width"],
         visible: Bool[Tensor, "rows width keys"] | None,
         keys: int,
     ) -> Float[Tensor, "rows width hidden"]:
-        """Run slots of the rows from ``first`` on, which are kept at ``places``; return their states."""
+        """Run slots of the rows from ``first`` on, whose keys go to ``slots``; return their states."""
         here = slice(first, first + len(tokens))
         index = torch.arange(here.start, here.stop, device=tokens.device)[:, None]
 
         def held(*fresh: Tensor) -> tuple[Tensor, Tensor]:
             for buffer, block in zip((self._keys, self._values), fresh, strict=True):
-                buffer[index, :, places] = block.transpose(1, 2)
+                buffer[index, :, slots] = block.transpose(1, 2)
             return self._keys[here, :, :keys], self._values[here, :, :keys]
 
         if (window := self.draft.config.sliding_window) is not None:
-            self._held_at[index, places] = positions
+            self._held_at[index, slots] = positions
             if keys > window:
                 held_at, at = self._held_at[here, None, :keys], positions[..., None]
                 near = (held_at <= at) & (held_at > at - window)

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from decoding.drafters.base import DraftRequest, TextRows
+from decoding.drafters.base import Drafter, DraftRequest, TextRows
 from decoding.errors import UserError
 from decoding.model.markov import BlockBias, MarkovBias
 from decoding.model.vocabulary import over_vocabulary
@@ -123,12 +123,12 @@ class ConditionalLogits:
         self._base, self._bias, self._output_tokens, self._block = base, bias, output_tokens, block
 
     def __call__(self, depth: int, rows: Tensor, tokens: Tensor) -> ChildLogits:
-        found = ChildLogits(self._base[depth], rows.to(self._base.device), self._output_tokens)
+        below = ChildLogits(self._base[depth], rows.to(self._base.device), self._output_tokens)
         if self._bias is None:
-            return found
-        found = found.of_nodes()
+            return below
+        below = below.of_nodes()
         factor = None if self._block is None else self._block.factor(depth, rows, tokens)
-        return found._replace(logits=self._bias.added_to(found.logits, tokens, factor))
+        return below._replace(logits=self._bias.added_to(below.logits, tokens, factor))
 
 
 class _Level(NamedTuple):
@@ -139,7 +139,7 @@ class _Level(NamedTuple):
     children: Int[Tensor, " children"]
     choice: tuple[Int[Tensor, " children"], Int[Tensor, " children"]]
     """Each child's parent, as an index in ``parents``, and its rank."""
-    slots: Int[Tensor, "parents width"]
+    child: Int[Tensor, "parents width"]
     """On the host: the child of each rank of each parent, or node 0."""
     parents_by_row: tuple[tuple[int, ...], ...]
     """The parents in each row's tree, by their numbers in that tree."""
@@ -170,15 +170,15 @@ def _levels(cuts: tuple[Cut, ...], device: torch.device) -> list[_Level]:
                 q_rows.append(first_q[row] + shape.inner[parent])
                 children += [first[row] + child for child in shape.children[parent]]
                 ranks += [ranks_of[child - 1] for child in shape.children[parent]]
-        slots = torch.zeros(len(parents), max(ranks) + 1, dtype=torch.long)
-        slots[owners, ranks] = torch.tensor(children)
+        child = torch.zeros(len(parents), max(ranks) + 1, dtype=torch.long)
+        child[owners, ranks] = torch.tensor(children)
 
         def on_device(values: list[int]) -> Tensor:
             return torch.tensor(values).to(device, non_blocking=True)
 
         choice = on_device(owners), on_device(ranks)
         nodes = on_device(rows), on_device(parents), on_device(children)
-        levels.append(_Level(*nodes, choice, slots, tuple(by_row), on_device(q_rows)))
+        levels.append(_Level(*nodes, choice, child, tuple(by_row), on_device(q_rows)))
     return levels
 
 
@@ -231,19 +231,19 @@ class Growth:
         q = torch.zeros(0)
         for depth, level in enumerate(self._levels(cuts, device)):
             known = tokens.clamp(max=texts.vocab_size - 1)  # a valid id for nodes without a draw; never read
-            found = nodes(depth, level.rows, known[level.parents]).to(device)
+            below = nodes(depth, level.rows, known[level.parents]).to(device)
             if sampling.processors:  # they read the logits of all tokens
-                found = ChildLogits(over_vocabulary(found.logits, found.tokens, texts.vocab_size), found.row)
+                below = ChildLogits(over_vocabulary(below.logits, below.tokens, texts.vocab_size), below.row)
             history = None
             if sampling.needs_history:
                 history = _history(requests, shapes, level, known, texts)
-                found = found.of_nodes()
-                if history.seen is not None and found.tokens is not None:
-                    history = history._replace(seen=history.seen[:, found.tokens])
-            own = found.tokens
+                below = below.of_nodes()
+                if history.seen is not None and below.tokens is not None:
+                    history = history._replace(seen=history.seen[:, below.tokens])
+            own = below.tokens
             if drawn:
-                weights = probabilities(found.logits, sampling, history)[found.row]
-                chosen = draw_rows_without_replacement(weights, uniforms[level.slots])
+                weights = probabilities(below.logits, sampling, history)[below.row]
+                chosen = draw_rows_without_replacement(weights, uniforms[level.child])
                 q = q if len(q) else weights.new_zeros(sum(inner), texts.vocab_size)
                 if own is None:
                     q[level.q_rows] = weights
@@ -251,9 +251,9 @@ class Growth:
                     q[level.q_rows[:, None], own] = weights
                     own = F.pad(own, (0, 1), value=texts.vocab_size)  # the token of a draw without weight
             else:
-                adjusted, width = adjusted_logits(found.logits, sampling, history), level.slots.shape[1]
+                adjusted, width = adjusted_logits(below.logits, sampling, history), level.child.shape[1]
                 best = best_tokens(adjusted)[:, None] if width == 1 else adjusted.topk(width).indices
-                chosen = best[found.row]
+                chosen = best[below.row]
             chosen = chosen if own is None else own[chosen]
             tokens[level.children] = chosen[level.choice]
         by_row = tokens.split(sizes)
@@ -267,6 +267,27 @@ class Growth:
             trees = [TokenTree.of_list(row.tolist(), shape, device) for row, shape in zip(lists, shapes, strict=True)]
         pairs = zip(trees, q.split(inner), strict=True)
         return [_drawn(tree, of_row, kind, texts.vocab_size) for tree, of_row in pairs]
+
+
+class GrownDrafter(Drafter):
+    """Base of drafters whose trees have a fixed shape."""
+
+    growth: Growth
+
+    def _grow(self, tree: StaticTree, sampled: bool, noun: str | None = None) -> None:
+        """Set the shape and the label, which counts tokens, or the drafted nodes of a ``noun`` (tree or chain)."""
+        self.growth, self.budgets = Growth(tree, sampled), tree.budgets
+        size = f"{tree.max_depth} {'tokens' if sampled else 'likeliest tokens'}"
+        if noun is not None:
+            size = f"{'' if sampled else 'deterministic '}{noun} of {self.max_nodes - 1}"
+        self.label_with_size = f"{self.name}, {size}"
+
+    def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
+        return frozenset({self.growth.kind(sampling)})
+
+    @property
+    def chains(self) -> tuple[Budget, ...]:
+        return self.growth.tree.chains
 
 
 def _draw_order(shape: TreeShape) -> tuple[int, ...]:

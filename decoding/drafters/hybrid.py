@@ -139,15 +139,15 @@ class HybridSession(DraftSession):
         self._sessions = sessions
         self._choices: dict[int, _FirstChoice] = {}
 
-    def admit(self, slot: int, start: TextStart) -> None:
-        self._choices[slot] = _FirstChoice()
+    def admit(self, row: int, start: TextStart) -> None:
+        self._choices[row] = _FirstChoice()
         for session in self._sessions:
-            session.admit(slot, start)
+            session.admit(row, start)
 
-    def move(self, slot: int, to: int) -> None:
-        self._choices[to] = self._choices.pop(slot)
+    def move(self, row: int, to: int) -> None:
+        self._choices[to] = self._choices.pop(row)
         for session in self._sessions:
-            session.move(slot, to)
+            session.move(row, to)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         # Neither drafter sees the tokens of the other one: they may be random draws, and then its own rule would not be

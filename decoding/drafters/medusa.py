@@ -5,17 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decoding.drafters.base import Drafter, DraftRequest, RowsSession, TextRows
-from decoding.drafters.growth import ConditionalLogits, Growth, StaticTree
+from decoding.drafters.base import DraftRequest, RowsSession, TextRows
+from decoding.drafters.growth import ConditionalLogits, GrownDrafter, StaticTree
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads, StackedHeads
-from decoding.policies import Budget
 from decoding.rules.sampling import SamplingConfig
-from decoding.rules.tree import Proposal, ProposalKind
+from decoding.rules.tree import Proposal
 
 
-class MedusaDrafter(Drafter):
+class MedusaDrafter(GrownDrafter):
     """Drafter of the tree in the heads' config, or of ``tree``: paths of ranks among each head's best tokens.
 
     A node at depth d (from 1) is one of the best tokens of head d-1; with a Markov bias it is one of the best tokens
@@ -36,19 +35,9 @@ class MedusaDrafter(Drafter):
             raise UserError(f"the tree has rank {shape.ranks - 1}: use ranks below {config.outputs}")
         self.heads = heads
         self.name = "medusa" if heads.markov is None else "markov"
-        self.growth = Growth(shape, sampled)
-        self.budgets = shape.budgets
-        kind = f"{'' if sampled else 'deterministic '}{'chain' if shape.is_chain else 'tree'}"
-        self.label_with_size = f"{self.name}, {kind} of {self.max_nodes - 1}"
+        self._grow(shape, sampled, "chain" if shape.is_chain else "tree")
         self.stacked = StackedHeads(heads)
         self.output_tokens = heads.output_tokens
-
-    def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
-        return frozenset({self.growth.kind(sampling)})
-
-    @property
-    def chains(self) -> tuple[Budget, ...]:
-        return self.growth.tree.chains
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "MedusaSession":
         self.heads.config.check_fits(target.hidden_size, target.vocab_size)

@@ -24,15 +24,15 @@ from decoding.drafters.medusa import MedusaDrafter
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.drafters.spec import DrafterSpec, DraftPath, Option, one_of, options_of, read_options, split_spec
 from decoding.errors import UserError
+from decoding.files.folder import is_heads_folder
+from decoding.files.hub import local_folder
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkDraft
-from decoding.model.eagle3 import Eagle3Draft
+from decoding.model.dspark_draft import DSparkDraft
+from decoding.model.eagle3_draft import Eagle3Draft
 from decoding.model.heads import MedusaHeads
-from decoding.model.hub import local_folder
 from decoding.model.loading import (
     dspark_folder,
     eagle3_folder,
-    is_heads_folder,
     load_draft,
     load_dspark,
     load_eagle3,

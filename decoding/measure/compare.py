@@ -10,7 +10,7 @@ from decoding.errors import UserError
 from decoding.measure.figures import PLAIN, load_of
 from decoding.measure.records import GridCell, Record, Records, provenance_of, provenances, read_lines, record_files
 from decoding.measure.results import Figure, Report, figure_of
-from decoding.measure.rows import tokens_and_seconds
+from decoding.measure.summary import tokens_and_seconds
 from decoding.metrics import FEWEST, Estimate, expanded_quantile, ratio_of_rates
 
 _SMALL = 0.05
@@ -34,32 +34,32 @@ class RecordedEvaluation:
     provenances: Sequence[Mapping[str, Any]]
 
     @property
-    def identity(self) -> Mapping[str, Any]:
-        identity: Mapping[str, Any] = self.provenances[0]["identity"]
-        return identity
+    def origin(self) -> Mapping[str, Any]:
+        origin: Mapping[str, Any] = self.provenances[0]["identity"]
+        return origin
 
     def methods(self) -> list[tuple[str, str]]:
         """Return (setting, name) of each method that has records, in the order requested."""
         measured = {(key.setting, key.method) for key in self.records.by_key}
-        given = [(each["setting"], each["name"]) for each in self.provenances[0]["methods"]]
-        return [each for each in given if each in measured]
+        given = [(method["setting"], method["name"]) for method in self.provenances[0]["methods"]]
+        return [method for method in given if method in measured]
 
 
 def read_evaluation(folder: Path) -> RecordedEvaluation:
     """Read an output folder of `headstart evaluate`; raise UserError if it contains no runs."""
     lines: list[dict[str, Any]] = []
     for file in record_files(folder):
-        if found := read_lines(file):
-            provenance_of(found, file)  # raises for a file from elsewhere
-            lines += found
+        if records := read_lines(file):
+            provenance_of(records, file)  # raises for a file from elsewhere
+            lines += records
     if not lines:
         raise UserError(f"{folder} contains no runs-*.jsonl: use the --output folder of `headstart evaluate`")
     return RecordedEvaluation(folder, Records(known=lines), provenances(folder))
 
 
 @dataclass(frozen=True)
-class RatioVerdict:
-    """A judgement of a ratio. ``needed``: if it is open, the number of prompts that would settle it."""
+class RatioConclusion:
+    """The conclusion from a ratio. ``needed``: if it is open, the number of prompts that would settle it."""
 
     kind: Literal["real", "none", "open", "unmeasured"]
     text: str
@@ -82,9 +82,9 @@ class ComparedRow:
     pairs: int
     dropped: int
     tokens_per_pass: Figure
-    tokens_per_pass_verdict: RatioVerdict
+    tokens_per_pass_conclusion: RatioConclusion
     speed: Figure | None
-    speed_verdict: RatioVerdict | None
+    speed_conclusion: RatioConclusion | None
 
 
 @dataclass(frozen=True)
@@ -98,28 +98,28 @@ class Comparison:
     rows: tuple[ComparedRow, ...]
 
 
-def verdict(ratio: Estimate, faster: str = "faster", prompts: int | None = None) -> RatioVerdict:
+def conclusion(ratio: Estimate, faster: str = "faster", prompts: int | None = None) -> RatioConclusion:
     """Judge the ratio B/A by its 95% interval, in words about B. ``faster`` is the word for a ratio above 1.
 
     ``real``: the interval excludes 1. ``none``: the interval contains 1 and stays within 5% of it. ``open``: any other
     interval, or fewer than eight observations. ``prompts``: the number of prompts, if observations are not prompts.
     """
-    if not all(math.isfinite(each) and each > 0 for each in ratio[:3]):
-        return RatioVerdict("unmeasured", "not measured")
+    if not all(math.isfinite(value) and value > 0 for value in ratio[:3]):
+        return RatioConclusion("unmeasured", "not measured")
     low, high = ratio.low - 1, ratio.high - 1
     if ratio.observations >= FEWEST:
         if low > 0 or high < 0:
             words = {"faster": ("B is faster", "B is slower"), "more": ("B keeps more", "B keeps fewer")}[faster]
             ends = sorted((abs(low), abs(high)))
-            return RatioVerdict("real", f"real: {words[low <= 0]} by {ends[0]:.1%} to {ends[1]:.1%}")
+            return RatioConclusion("real", f"real: {words[low <= 0]} by {ends[0]:.1%} to {ends[1]:.1%}")
         either = max(-low, high)
         if either <= _SMALL:
-            return RatioVerdict("none", f"no difference seen: less than {max(either, 0.001):.1%} either way")
+            return RatioConclusion("none", f"no difference seen: less than {max(either, 0.001):.1%} either way")
     error = (math.log(ratio.high) - math.log(ratio.low)) / (2 * expanded_quantile(ratio.observations))
     effect = max(abs(math.log(ratio.value)), math.log1p(_WORTH))
     wanted = max(FEWEST, ratio.observations * (error * _POWER80 / effect) ** 2)
     needed = math.ceil(wanted * (prompts or ratio.observations) / ratio.observations)
-    return RatioVerdict("open", f"too few prompts to say: about {needed:,} would be enough", needed)
+    return RatioConclusion("open", f"too few prompts to say: about {needed:,} would be enough", needed)
 
 
 def compare(
@@ -131,9 +131,9 @@ def compare(
     is missing from its evaluation.
     """
     timed, warnings = _check_alike(a, b)
-    load = load_of(Report(served="concurrency" in a.identity))
+    load = load_of(Report(served="concurrency" in a.origin))
     chosen = _chosen(a, b, method, other)
-    cells = sorted({key.cell for key in a.records.by_key}, key=lambda each: (each.batch_size, each.context or 0))
+    cells = sorted({key.cell for key in a.records.by_key}, key=lambda cell: (cell.batch_size, cell.context or 0))
     rows = [
         row
         for setting, mine, theirs in chosen
@@ -142,14 +142,14 @@ def compare(
     ]
     if not rows:
         raise UserError(f"{a.folder} and {b.folder} share no prompts: evaluate both on the same file")
-    for setting in dict.fromkeys(each[0] for each in chosen):
+    for setting in dict.fromkeys(comparison[0] for comparison in chosen):
         for cell in cells if timed and a.folder != b.folder else []:
             row = _row(a, b, (setting, PLAIN), (setting, PLAIN), cell, True)
-            if row and row.speed_verdict and row.speed_verdict.kind == "real":
+            if row and row.speed_conclusion and row.speed_conclusion.kind == "real":
                 context = f", context {cell.context}" if cell.context else ""
                 warnings.append(
                     "plain decoding was not equally fast in both, although methods do not affect it: "
-                    f"{row.speed_verdict.text.removeprefix('real: ')} "
+                    f"{row.speed_conclusion.text.removeprefix('real: ')} "
                     f"({setting}, {load} {cell.batch_size}{context})"
                 )
     if dropped := sum(row.dropped for row in rows):
@@ -160,7 +160,7 @@ def compare(
 def _check_alike(a: RecordedEvaluation, b: RecordedEvaluation) -> tuple[bool, list[str]]:
     """Return True if times are comparable, and the warnings; raise UserError if targets or tokenizers differ."""
     for name in ("target", "tokenizer"):
-        if a.identity.get(name) != b.identity.get(name):
+        if a.origin.get(name) != b.origin.get(name):
             raise UserError(
                 f"{a.folder} and {b.folder} were evaluated with different {name}s: use the same {name} for both"
             )
@@ -168,12 +168,12 @@ def _check_alike(a: RecordedEvaluation, b: RecordedEvaluation) -> tuple[bool, li
     changed = [
         name
         for name, key in _TIMES.items()
-        if len({str(each.get(key)) for evaluation in (a, b) for each in evaluation.provenances}) > 1
+        if len({str(provenance.get(key)) for evaluation in (a, b) for provenance in evaluation.provenances}) > 1
     ]
     if changed:
         warnings.append(f"the {' and '.join(changed)} differ: times are not compared, only tokens per target pass")
     # Older records do not list options that are off.
-    settings = [(name, *(each.identity.get(name) or False for each in (a, b))) for name in _SETTINGS]
+    settings = [(name, *(evaluation.origin.get(name) or False for evaluation in (a, b))) for name in _SETTINGS]
     differing = [f"{name} ({mine} and {theirs})" for name, mine, theirs in settings if mine != theirs]
     if differing:
         warnings.append(f"A and B differ in {', '.join(differing)}: every ratio includes this difference")
@@ -187,20 +187,20 @@ def _chosen(
     if a.folder == b.folder and (method is None or other is None):
         raise UserError("both folders are the same: name two methods with --method and --other")
     for evaluation, name in ((a, method), (b, other or method)):
-        known = dict.fromkeys(each for _, each in evaluation.methods())
+        known = dict.fromkeys(method_name for _, method_name in evaluation.methods())
         if name is not None and name not in known:
             raise UserError(f"{evaluation.folder} lacks the method {name!r}: choose among {', '.join(known)}")
     theirs = b.methods()
-    found = [
+    comparisons = [
         (setting, name, other or name)
         for setting, name in a.methods()
         if method in (None, name) and (setting, other or name) in theirs
     ]
-    if not found:
+    if not comparisons:
         raise UserError(
             f"{a.folder} and {b.folder} share no method and setting: name two methods with --method and --other"
         )
-    return found
+    return comparisons
 
 
 def _row(
@@ -214,7 +214,7 @@ def _row(
     pairs, dropped = _pairs(a, b, mine, theirs, cell)
     if not pairs:
         return None
-    if cell.batch_size > 1 and a.identity["prompts"] != b.identity["prompts"]:
+    if cell.batch_size > 1 and a.origin["prompts"] != b.origin["prompts"]:
         timed = False  # a prompt's time depends on the other texts in its batch, which differ
     questions = len({record.prompts[0] for record, _ in pairs})
     passes = ratio_of_rates(_by_question(pairs, _tokens_and_passes))
@@ -227,9 +227,9 @@ def _row(
         pairs=len(pairs),
         dropped=dropped,
         tokens_per_pass=figure_of(passes),
-        tokens_per_pass_verdict=verdict(passes, "more"),
+        tokens_per_pass_conclusion=conclusion(passes, "more"),
         speed=None if speed is None else figure_of(speed),
-        speed_verdict=None if speed is None else verdict(speed, prompts=questions),
+        speed_conclusion=None if speed is None else conclusion(speed, prompts=questions),
     )
 
 
@@ -242,7 +242,7 @@ def _pairs(
     """
     ours, others = (
         {
-            (prompt, key.turn, key.round): Record(key, (prompt,), (record.digests[row],), (record.runs[row],))
+            (prompt, key.turn, key.round): Record(key, (prompt,), (record.fingerprints[row],), (record.runs[row],))
             for key, record in evaluation.records.by_key.items()
             if key.cell == cell and (key.setting, key.method) == method
             for row, prompt in enumerate(record.prompts)
@@ -250,7 +250,7 @@ def _pairs(
         for evaluation, method in ((a, mine), (b, theirs))
     )
     both = {name: (record, others[name]) for name, record in ours.items() if name in others}
-    differing = [name for name, (record, other) in both.items() if record.digests != other.digests]
+    differing = [name for name, (record, other) in both.items() if record.fingerprints != other.fingerprints]
     if first := next((question for question, turn, _ in differing if turn == 0), None):
         raise UserError(
             f"question {first} has different tokens in {a.folder} and {b.folder}: evaluate both on the same "

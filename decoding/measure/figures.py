@@ -56,7 +56,9 @@ def _with_range(middle: float | None, low: float | None, high: float | None, uni
 
 def shares(figures: Sequence[Figure], most: int | None = None) -> str:
     """Format the shares of the first ``most`` positions (None: all), each with its observations: ``0.89 (312)``."""
-    shown = (NONE if each.value is None else f"{number(each.value)} ({each.observations:,})" for each in figures[:most])
+    shown = (
+        NONE if share.value is None else f"{number(share.value)} ({share.observations:,})" for share in figures[:most]
+    )
     return " ".join(shown) or NONE
 
 
@@ -110,9 +112,9 @@ def curve(report: Report, row: ReportRow, axis: Axis) -> list[tuple[int, float]]
     other = OTHER[axis]
     return sorted(
         (position, speed)
-        for each in named(report.cells, row.setting)
-        if each.method == row.method and at(each, other) == at(row, other)
-        if (position := at(each, axis)) is not None and (speed := speed_of(each)) is not None
+        for cell in named(report.cells, row.setting)
+        if cell.method == row.method and at(cell, other) == at(row, other)
+        if (position := at(cell, axis)) is not None and (speed := speed_of(cell)) is not None
     )
 
 
@@ -123,12 +125,12 @@ def at(row: ReportRow, axis: Axis) -> int | None:
 
 def below_from(points: Sequence[tuple[int, float]]) -> int | None:
     """Return the first position from which all speed-ups are below 1; None if the last is not, or with one point."""
-    found = None
+    first = None
     for position, speed in reversed(points):
         if speed >= 1:
             break
-        found = position
-    return found if len(points) > 1 else None
+        first = position
+    return first if len(points) > 1 else None
 
 
 # --- sentences --------------------------------------------------------------------------------------------------------
@@ -157,8 +159,8 @@ def _answer(report: Report, setting: str) -> str:
     crossover = f"; {slower} from {load_of(report)} {falls:,} on" if falls else ""
     if (speed_of(best) or 0.0) <= 1:
         if report.served:
-            faster = [each for each in report.cells if each.setting == setting and _gains(each)]
-            loads = " and ".join(f"{each.batch_size:,}" for each in faster)
+            faster = [cell for cell in report.cells if cell.setting == setting and _gains(cell)]
+            loads = " and ".join(f"{cell.batch_size:,}" for cell in faster)
             crossover += f"; faster at concurrency {loads}" if faster else ""
             return one_line(f"The server is not faster than plain decoding: {said}{crossover}.")
         return one_line(f"Nothing is faster than plain decoding: at best {best.method}, {said}.")
@@ -184,7 +186,7 @@ def caption(report: Report) -> str:
     if left_out := report.prompts_left_out + report.later_turns_left_out:
         prompts += f" ({left_out} too long, left out)"
     where = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads"
-    others = [each for each in report.processors if each != machine["processor"]]
+    others = [processor for processor in report.processors if processor != machine["processor"]]
     if others:  # a killed evaluation was resumed elsewhere
         where += f", earlier on {_and(others)}"
     if report.processes > 1:
@@ -210,16 +212,16 @@ def _and(words: Sequence[str]) -> str:
 def greedy_sentence(report: Report) -> str:
     """Return a sentence that compares the report's greedy texts with plain decoding's, or "" without such texts."""
     compared = [row.identical_to_plain for row in report.rows if row.identical_to_plain and row.method != PLAIN]
-    texts = sum(each.of for each in compared)
-    differing = texts - sum(each.identical for each in compared)
+    texts = sum(same.of for same in compared)
+    differing = texts - sum(same.identical for same in compared)
     if not texts:
         return ""
     if not differing:
         return f"All {texts} greedy texts are identical to plain decoding's."
     share = 100 * (texts - differing) // texts
     sentence = f"{differing} of {texts} greedy texts differ from plain decoding's ({share}% are equal)"
-    early = sum(each.ended_early for each in compared)
-    margins = [each.largest_margin for each in compared if each.largest_margin is not None]
+    early = sum(same.ended_early for same in compared)
+    margins = [same.largest_margin for same in compared if same.largest_margin is not None]
     dtype, largest = str(report.dtype), max(margins, default=None)
     if differing > early and largest is not None:
         sentence += f"; at the first difference the two tokens' logits are at most {largest:.3g} apart"

@@ -38,13 +38,13 @@ def hardware() -> dict[str, str | int]:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, this project, and the packages that affect its figures."""
-    found = {"python": platform.python_version()}
+    by_package = {"python": platform.python_version()}
     for package in ("headstart", *_PACKAGES):
         try:
-            found[package] = importlib.metadata.version(package)
+            by_package[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return by_package
 
 
 def commit() -> str:

@@ -25,8 +25,8 @@ def visible(value: Any) -> str:
 
 def text(value: Any) -> str:
     """Escape the text for a Markdown paragraph or table cell."""
-    escaped = _SPECIAL.sub(lambda found: f"\\{found.group()}", one_line(value))
-    return _LINKED.sub(lambda found: f"\\{found.group()}", escaped)
+    escaped = _SPECIAL.sub(lambda match: f"\\{match.group()}", one_line(value))
+    return _LINKED.sub(lambda match: f"\\{match.group()}", escaped)
 
 
 def code(value: Any) -> str:

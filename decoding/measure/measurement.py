@@ -3,7 +3,7 @@
 In each round every method decodes the same wave of prompts in one process; the methods take turns at going first. If
 the machine slows down, all methods slow down alike, and speed-ups are ratios of paired runs. The `generate` of
 `transformers` is one of the methods. Records are written immediately (`decoding.measure.records`); figures are computed
-only from the records (`decoding.measure.rows`).
+only from the records (`decoding.measure.summary`).
 """
 
 import json
@@ -24,7 +24,7 @@ from decoding.measure.proof.greedy import margin_of
 from decoding.measure.questions import PromptSource, TokenPrompts, Wave, waves_of
 from decoding.measure.records import GridCell, Records, RunKey, line_of
 from decoding.measure.results import Report
-from decoding.measure.rows import figures_of
+from decoding.measure.summary import figures_of
 from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import measure_costs
@@ -92,8 +92,8 @@ class Measurement:
 
     def methods_of(self, cell: GridCell, setting: str | None = None) -> list[Method]:
         """Return the methods of a setting (None: all) that support the cell's batch size."""
-        fitting = [each for each in self.methods if cell.batch_size == 1 or each.batched]
-        return [each for each in fitting if setting in (None, each.setting)]
+        fitting = [method for method in self.methods if cell.batch_size == 1 or method.batched]
+        return [method for method in fitting if setting in (None, method.setting)]
 
     def _waves(self, cell: GridCell) -> list[Wave]:
         return waves_of(self.source.tasks, cell.batch_size)[self.rank :: self.world]
@@ -117,13 +117,13 @@ class Measurement:
     def _keys(self, unit: Unit) -> list[tuple[RunKey, Method]]:
         """Return the unit's runs in the order of decoding; each round begins with another method."""
         methods = self.methods_of(unit.cell, unit.setting)
-        found = []
+        runs = []
         for turn in range(self.config.rounds):
             first = (turn + unit.turn + unit.wave.index) % len(methods)
             for method in (*methods[first:], *methods[:first]):
                 key = RunKey(unit.cell, unit.wave.index, unit.turn, unit.setting, method.name, turn)
-                found.append((key, method))
-        return found
+                runs.append((key, method))
+        return runs
 
     # --- one unit -----------------------------------------------------------------------------------------------------
 
@@ -139,9 +139,9 @@ class Measurement:
             if key not in self.records.by_key:
                 seeds = [self._seed(index, key) for index in indices]
                 runs = self._run(method, ordered, seeds, unit.cell.batch_size)
-                # `decoding.measure.compare` checks by these digests that paired runs have equal prompts.
-                digests = [sha256(json.dumps(list(each)).encode()).hexdigest()[:12] for each in ordered]
-                self.records.add(line_of(key, prompts=ids, digests=digests, runs=runs))
+                # `decoding.measure.compare` checks by these fingerprints that paired runs have equal prompts.
+                fingerprints = [sha256(json.dumps(list(prompt)).encode()).hexdigest()[:12] for prompt in ordered]
+                self.records.add(line_of(key, prompts=ids, digests=fingerprints, runs=runs))
             self.on_run()
         for key in self._parted(unit):
             mine, plain = self.records.by_key[key], self.records.by_key[key._replace(method=PLAIN)]
@@ -169,7 +169,7 @@ class Measurement:
 
         Later turns that are too long after plain decoding's answers are left out.
         """
-        found: dict[int, tuple[int, ...]] = {}
+        prompts: dict[int, tuple[int, ...]] = {}
         too_long: list[str] = []
         for index in unit.wave.questions:
             if self.source.turns(index) <= unit.turn:
@@ -179,25 +179,25 @@ class Measurement:
             if answers is None or (unit.turn and not self._fits(prompt)):
                 too_long.append(self.source.ids[index])
             else:
-                found[index] = prompt
+                prompts[index] = prompt
         if too_long and unit.name not in self.records.left_out:
             names = dict(zip(("cell", "wave", "turn", "setting"), unit.name, strict=True))
             self.records.add({**names, "left_out": too_long})
-        return found
+        return prompts
 
     def _answers(self, unit: Unit, index: int) -> list[tuple[int, ...]] | None:
         """Return plain decoding's answers to the earlier turns; None if one of them was left out."""
-        found = []
+        answers = []
         for turn in range(unit.turn):
             record = self.records.by_key.get(RunKey(unit.cell, unit.wave.index, turn, unit.setting, PLAIN, 0))
             if record is None or self.source.ids[index] not in record.prompts:
                 return None
-            found.append(record.runs[record.prompts.index(self.source.ids[index])].tokens)
-        return found
+            answers.append(record.runs[record.prompts.index(self.source.ids[index])].tokens)
+        return answers
 
     def _fits(self, prompt: Sequence[int]) -> bool:
         """Return True if the prompt and its new tokens fit the target and every drafter."""
-        limits = [self.target.max_positions, *(each.max_positions for each in self.methods)]
+        limits = [self.target.max_positions, *(method.max_positions for method in self.methods)]
         return all(limit is None or len(prompt) + self.config.max_new_tokens <= limit for limit in limits)
 
     def _warm_up(self, cell: GridCell) -> None:
@@ -214,7 +214,7 @@ class Measurement:
         """Yield the greedy runs that lack margins and in which some text differs from plain decoding's text."""
         for key, method in self._keys(unit):
             if method.temperature == 0 and key in self.records.by_key and key not in self.records.margins:
-                mine, plain = (self.records.by_key.get(each) for each in (key, key._replace(method=PLAIN)))
+                mine, plain = (self.records.by_key.get(run_key) for run_key in (key, key._replace(method=PLAIN)))
                 if mine and plain and any(a.tokens != b.tokens for a, b in zip(mine.runs, plain.runs, strict=True)):
                     yield key
 

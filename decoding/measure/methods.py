@@ -22,7 +22,7 @@ from decoding.model.forward import in_eval_mode
 from decoding.policies import FIXED, named_policy
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import ProposalKind
-from decoding.rules.verify import Rule, lossless_rule_for, typical_acceptance
+from decoding.rules.verify import lossless_rule_for, typical_acceptance
 from decoding.text import Generation
 
 _ASSISTED = "transformers assisted"
@@ -101,7 +101,7 @@ class EvaluationConfig:
             if setting not in SETTINGS:
                 raise UserError(f"setting is {setting!r}: use greedy, sampling or typical")
         if not self.temperatures or min(self.temperatures) <= 0:
-            given = ", ".join(f"{each:g}" for each in self.temperatures)
+            given = ", ".join(f"{temperature:g}" for temperature in self.temperatures)
             raise UserError(f"temperatures are {given or 'none'}: use numbers above 0 (0 is the setting greedy)")
 
 
@@ -124,15 +124,15 @@ class Setting(NamedTuple):
 
 def settings_of(config: EvaluationConfig) -> list[Setting]:
     """Return the settings in the order requested: greedy once, the others at each temperature."""
-    found: list[Setting] = []
+    settings: list[Setting] = []
     for name in config.settings:
         if name == "greedy":
-            found.append(Setting("greedy", 0.0))
+            settings.append(Setting("greedy", 0.0))
         else:
             typical = name == "typical"
             suffix = ", typical" if typical else ""
-            found += [Setting(f"T={each:g}{suffix}", each, typical) for each in config.temperatures]
-    return found
+            settings += [Setting(f"T={value:g}{suffix}", value, typical) for value in config.temperatures]
+    return settings
 
 
 def our_method(
@@ -150,7 +150,9 @@ def our_method(
     label, temperature = config.label, config.sampling.temperature
     if drafter is None:
         return Method(setting, name, label, run, temperature=temperature)
-    is_chain = drafter.chains_only or target.no_trees is not None
+    is_chain, kinds = drafter.chains_only or target.no_trees is not None, drafter.kinds(config.sampling)
+    rules = {lossless_rule_for(kind, is_chain).name for kind in kinds} if config.rule is None else {config.rule.name}
+    drafts: Drafts = "deterministic" if drafter.artefact is None else "greedy"
     return Method(
         setting,
         name,
@@ -158,9 +160,9 @@ def our_method(
         run,
         artefact=drafter.artefact,
         temperature=temperature,
-        rule=_rule_name(drafter, is_chain, config.sampling, config.rule),
+        rule="greedy" if config.sampling.greedy else " or ".join(sorted(rules)),
         shape="chain" if is_chain else "tree",
-        drafts=_drafts(drafter, config.sampling),
+        drafts=drafts if kinds == {ProposalKind.DETERMINISTIC} else "sampled",
         max_positions=drafter.max_positions,
         policy=policy,
     )
@@ -177,21 +179,6 @@ def _run_of(generation: Generation) -> Run:
         draft_seconds=sum(step.draft_seconds for step in steps),
         verify_seconds=sum(step.verify_seconds for step in steps),
     )
-
-
-def _rule_name(drafter: Drafter, is_chain: bool, sampling: SamplingConfig, rule: Rule | None) -> str:
-    if sampling.greedy:
-        return "greedy"
-    if rule is not None:
-        return rule.name
-    found = {lossless_rule_for(kind, is_chain).name for kind in drafter.kinds(sampling)}
-    return " or ".join(sorted(found))
-
-
-def _drafts(drafter: Drafter, sampling: SamplingConfig) -> Drafts:
-    if drafter.kinds(sampling) != {ProposalKind.DETERMINISTIC}:
-        return "sampled"
-    return "greedy" if drafter.artefact is not None else "deterministic"
 
 
 def transformers_method(
@@ -303,10 +290,11 @@ def transformers_generate(
     generate: Callable[..., Tensor] = target.model.generate  # type: ignore[assignment]  # a mixin's, not in the type
     clock = _Clock()
     with (
-        _seeded(target, config),
+        torch.random.fork_rng([target.device] if target.device.type == "cuda" else []),
         _bare_generation_configs(models, num_assistant_tokens),
         _first_pass(assistant) as passes,
     ):
+        torch.manual_seed(config.seed)  # of the global generators, which `generate` uses
         begin = time.perf_counter()
         output = generate(
             input_ids, attention_mask=attention_mask, generation_config=generation_config, streamer=clock, **options
@@ -321,14 +309,6 @@ def transformers_generate(
         stop = next((index + 1 for index, token in enumerate(row) if token in config.eos_token_ids), len(row))
         runs.append(Run(tuple(row[:stop]), stop - clock.first_tokens // len(prompts), first, rest))
     return runs
-
-
-@contextmanager
-def _seeded(target: CausalLM, config: DecodingConfig) -> Iterator[None]:
-    """Seed torch's global generators, used by `generate`, within the block; restore them afterwards."""
-    with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []):
-        torch.manual_seed(config.seed)
-        yield
 
 
 @contextmanager

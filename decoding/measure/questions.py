@@ -245,15 +245,17 @@ class Asker:
         return ids
 
     def asked(self) -> dict[str, Any]:
-        """Describe what every method was asked: the template with its digest, and the turns.
+        """Describe what every method was asked: the template with its fingerprint, and the turns.
 
-        ``questions_sha256`` covers ids, tasks and the texts of later turns; digests of first turns are in the records.
+        ``questions_sha256`` covers ids, tasks and the texts of later turns; the records have fingerprints of prompts.
         """
         chat = self.tokenizer.chat_template is not None and not all(question.plain for question in self.questions)
         template = self.tokenizer.chat_template if chat else None
         if template is not None and not isinstance(template, str):  # several named templates
             template = json.dumps(template, sort_keys=True)
-        questions = [(each.id, each.task, each.later if self.all_turns else ()) for each in self.questions]
+        questions = [
+            (question.id, question.task, question.later if self.all_turns else ()) for question in self.questions
+        ]
         return {
             "template": "chat" if chat else "none",
             "template_sha256": None if template is None else sha256(template.encode()).hexdigest(),

@@ -47,11 +47,11 @@ class RunKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """The texts of one wave by one method. ``prompts`` are question ids; each has a digest of its tokens and a run."""
+    """The texts of one wave by one method. Each of the ``prompts`` (question ids) has a fingerprint and a run."""
 
     key: RunKey
     prompts: tuple[str, ...]
-    digests: tuple[str, ...]
+    fingerprints: tuple[str, ...]
     runs: tuple[Run, ...]
 
 
@@ -95,7 +95,7 @@ class Records:
         if self._file is not None:
             new = [line] if self.provenance is None else [{"provenance": self.provenance}, line]
             self.provenance = None
-            self._file.writelines(json.dumps(each) + "\n" for each in new)
+            self._file.writelines(json.dumps(entry) + "\n" for entry in new)
             self._file.flush()
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class Records:
     def lines(self) -> Iterator[dict[str, Any]]:
         """Yield all content as lines, for sending to another process."""
         for record in self.by_key.values():
-            yield line_of(record.key, prompts=record.prompts, digests=record.digests, runs=record.runs)
+            yield line_of(record.key, prompts=record.prompts, digests=record.fingerprints, runs=record.runs)
         for key, margins in self.margins.items():
             yield line_of(key, margins=margins)
         for (cell, wave, turn, setting), ids in self.left_out.items():
@@ -129,7 +129,7 @@ def _run(values: Sequence[Any]) -> Run:
 def open_records(folder: Path, rank: int, provenance: Mapping[str, Any]) -> Records:
     """Open the file of process ``rank`` and resume where an earlier run with the same settings stopped.
 
-    First call `check_identity` on every process. No process may start before all processes have opened their files. A
+    First call `check_origin` on every process. No process may start before all processes have opened their files. A
     partial last line, left by a kill, is cut off.
     """
     path = folder / f"runs-{rank}.jsonl"
@@ -144,18 +144,18 @@ def open_records(folder: Path, rank: int, provenance: Mapping[str, Any]) -> Reco
     return records
 
 
-def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
+def check_origin(folder: Path, origin: Mapping[str, Any]) -> None:
     """Raise UserError if the folder holds records with other settings; the message names the first difference."""
-    wanted = json.loads(json.dumps(identity))
+    wanted = json.loads(json.dumps(origin))
     for file in record_files(folder):
         lines = read_lines(file)
         if not lines:
             continue
-        found = provenance_of(lines, file).get("identity", {})
-        for name in {**wanted, **found}:
-            if (found.get(name) or None) != (wanted.get(name) or None):  # older records omit options that are off
+        recorded = provenance_of(lines, file).get("identity", {})
+        for name in {**wanted, **recorded}:
+            if (recorded.get(name) or None) != (wanted.get(name) or None):  # older records omit options that are off
                 raise UserError(
-                    f"{file} contains runs with {name} {json.dumps(found.get(name)):.60}, not "
+                    f"{file} contains runs with {name} {json.dumps(recorded.get(name)):.60}, not "
                     f"{json.dumps(wanted.get(name)):.60}: use another --output, or --restart to delete them"
                 )
 

@@ -75,7 +75,7 @@ def without_local_paths(value: Any) -> Any:
     value = without_secrets(value)
     if _WHOLE_PATH.fullmatch(value):
         return basename(value)
-    return _PATH_WITHIN.sub(lambda found: basename(found.group()), value)
+    return _PATH_WITHIN.sub(lambda match: basename(match.group()), value)
 
 
 def without_secrets(text: str) -> str:

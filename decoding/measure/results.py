@@ -192,10 +192,10 @@ class Report:
         return *self.rows, *self.grid
 
 
-def figure_of(found: Estimate) -> Figure:
+def figure_of(estimate: Estimate) -> Figure:
     """Return the estimate, without an interval if there are too few observations to trust it."""
-    ends = (None, None) if found.observations < FEWEST else (_measured(found.low), _measured(found.high))
-    return Figure(_measured(found.value), *ends, found.observations)
+    ends = (None, None) if estimate.observations < FEWEST else (_measured(estimate.low), _measured(estimate.high))
+    return Figure(_measured(estimate.value), *ends, estimate.observations)
 
 
 def quartiles_of(values: Sequence[float]) -> Quartiles:

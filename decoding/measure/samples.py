@@ -23,13 +23,13 @@ _MOST = 4
 def samples_of(measurement: Measurement, rows: Sequence[ReportRow], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """Return up to four texts of the first cell: two per setting, from its fastest drafter, on different tasks."""
     cell = cells_of(measurement.config)[0]
-    found: list[Sample] = []
+    samples: list[Sample] = []
     for setting in dict.fromkeys(row.setting for row in rows):
         drafted = [row for row in rows if row.setting == setting and row.shape is not None]
         if drafted:
             fastest = max(drafted, key=lambda row: value_of(row.tokens_per_second) or 0.0)
-            found += islice(_texts(measurement, cell, setting, fastest.method, tokenizer), _OF_A_SETTING)
-    return found[:_MOST]
+            samples += islice(_texts(measurement, cell, setting, fastest.method, tokenizer), _OF_A_SETTING)
+    return samples[:_MOST]
 
 
 def _texts(

@@ -16,7 +16,7 @@ from decoding.measure.figures import PLAIN
 from decoding.measure.methods import Method, Run
 from decoding.measure.records import GridCell, Records, RunKey
 from decoding.measure.results import Latency, Percentiles, Report, ReportRow, SameTexts, figure_of
-from decoding.measure.rows import figures_of
+from decoding.measure.summary import figures_of
 from decoding.metrics import ratio_of_sums, share
 
 SERVED = "served"
@@ -30,14 +30,14 @@ _WHOLE_LOAD = 0.9
 class Timing(NamedTuple):
     """Times of a streamed answer in seconds: the request, the last event, and each event that contains text.
 
-    ``tokens`` is None if the server does not count tokens. ``digest`` is the digest of the text.
+    ``tokens`` is None if the server does not count tokens. ``fingerprint`` is that of the text.
     """
 
     begin: float
     end: float
     arrivals: tuple[float, ...]
     tokens: int | None
-    digest: str
+    fingerprint: str
 
 
 def shares_of_time(spans: Sequence[tuple[float, float]]) -> list[float]:
@@ -59,28 +59,30 @@ def latency(timings: Mapping[str, Sequence[Timing]], seconds: float) -> Latency:
 
     ``seconds`` is the time in which any answer was in progress.
     """
-    every = [timing for each in timings.values() for timing in each]
-    written = [each for each in every if each.arrivals]
-    long = [each for each in written if (each.tokens or 0) > 1]
-    at_once = [each.end - each.arrivals[0] < _AT_ONCE * (each.end - each.begin) for each in long]
+    every = [timing for of_prompt in timings.values() for timing in of_prompt]
+    written = [timing for timing in every if timing.arrivals]
+    long = [timing for timing in written if (timing.tokens or 0) > 1]
+    at_once = [timing.end - timing.arrivals[0] < _AT_ONCE * (timing.end - timing.begin) for timing in long]
     streamed = 2 * sum(at_once) <= len(at_once)
     shown = written if streamed and seconds else []
     by_prompt = [
-        (float(sum(each.tokens or 0 for each in mine)), sum(each.end - each.begin for each in mine))
+        (float(sum(timing.tokens or 0 for timing in mine)), sum(timing.end - timing.begin for timing in mine))
         for mine in timings.values()
     ]
-    counted = all(each.tokens is not None for each in every)
+    counted = all(timing.tokens is not None for timing in every)
     return Latency(
         requests=len(every),
-        under_way=sum(each.end - each.begin for each in every) / seconds if seconds else None,
+        under_way=sum(timing.end - timing.begin for timing in every) / seconds if seconds else None,
         streamed=streamed,
         counted=counted,
         tokens_per_second_of_a_request=figure_of(ratio_of_sums(by_prompt if counted else [])),
-        ttft_ms=_percentiles(each.arrivals[0] - each.begin for each in shown),
+        ttft_ms=_percentiles(timing.arrivals[0] - timing.begin for timing in shown),
         tpot_ms=_percentiles(
-            (each.end - each.arrivals[0]) / (each.tokens - 1) for each in shown if each.tokens and each.tokens > 1
+            (timing.end - timing.arrivals[0]) / (timing.tokens - 1)
+            for timing in shown
+            if timing.tokens and timing.tokens > 1
         ),
-        itl_ms=_percentiles(after - before for each in shown for before, after in pairwise(each.arrivals)),
+        itl_ms=_percentiles(after - before for timing in shown for before, after in pairwise(timing.arrivals)),
     )
 
 
@@ -96,20 +98,20 @@ def with_counters(row: ReportRow, counters: Sequence[Mapping[str, Any]]) -> Repo
     The figures have no intervals: counters do not say which passes belong to the same text, and passes of a text are
     similar. If the counts by position do not add up to the accepted tokens, only ``counters_disagree`` is set.
     """
-    drafts = sum(round(each["drafts"] or 0) for each in counters)
+    drafts = sum(round(counter["drafts"] or 0) for counter in counters)
     if not drafts:
-        lengths = [each["length"] for each in counters if each["length"] is not None]
+        lengths = [counter["length"] for counter in counters if counter["length"] is not None]
         return replace(row, acceptance_length=sum(lengths) / len(lengths)) if lengths else row
-    drafted, accepted = (sum(round(each[name]) for each in counters) for name in ("drafted", "accepted"))
-    depth = max(len(each["reached"]) for each in counters)
+    drafted, accepted = (sum(round(counter[name]) for counter in counters) for name in ("drafted", "accepted"))
+    depth = max(len(counter["reached"]) for counter in counters)
     reached = [
-        sum(round(each["reached"][place]) for each in counters if place < len(each["reached"]))
-        for place in range(depth)
+        sum(round(counter["reached"][position]) for counter in counters if position < len(counter["reached"]))
+        for position in range(depth)
     ]
     if sum(reached) != accepted or not all(after <= before for before, after in pairwise([drafts, *reached])):
         return replace(row, counters_disagree=True)
     shares = [share([(count, drafts)]) for count in reached]
-    length = 1 + sum(each.value for each in shares)
+    length = 1 + sum(figure.value for figure in shares)
     assert math.isclose(length, 1 + accepted / drafts, rel_tol=1e-9), (reached, accepted, drafts)
     return replace(
         row,
@@ -151,7 +153,8 @@ def _measurable(row: ReportRow, counted: bool) -> ReportRow:
 
 def _of_server(row: ReportRow, by_key: Mapping[RunKey, Mapping[str, Any]]) -> ReportRow:
     """Add what the client and the server's counters measured, and compare greedy texts with the plain endpoint's."""
-    mine = {key: line for key, line in by_key.items() if _is_of(key, row)}
+    own = row.setting, row.method, row.batch_size
+    mine = {key: line for key, line in by_key.items() if (key.setting, key.method, key.cell.batch_size) == own}
     timings: dict[str, list[Timing]] = {}
     for line in mine.values():
         timings.setdefault(line["prompts"][0], []).append(Timing(*line["timing"]))
@@ -160,15 +163,13 @@ def _of_server(row: ReportRow, by_key: Mapping[RunKey, Mapping[str, Any]]) -> Re
     if row.passes is None:  # otherwise each request was counted
         row = with_counters(row, [line["counters"] for line in mine.values() if line.get("counters")])
     if row.temperature == 0 and row.method != PLAIN:
-        return replace(row, identical_to_plain=_identity(mine, by_key))
+        return replace(row, identical_to_plain=_same_texts(mine, by_key))
     return replace(row, identical_to_plain=None)
 
 
-def _is_of(key: RunKey, row: ReportRow) -> bool:
-    return (key.setting, key.method, key.cell.batch_size) == (row.setting, row.method, row.batch_size)
-
-
-def _identity(mine: Mapping[RunKey, Mapping[str, Any]], by_key: Mapping[RunKey, Mapping[str, Any]]) -> SameTexts | None:
+def _same_texts(
+    mine: Mapping[RunKey, Mapping[str, Any]], by_key: Mapping[RunKey, Mapping[str, Any]]
+) -> SameTexts | None:
     """Count the greedy texts that equal the plain endpoint's; servers do not report logits, so margins are unknown."""
     pairs = [(line, by_key.get(key._replace(method=PLAIN))) for key, line in mine.items()]
     same = [line["timing"][4] == plain["timing"][4] for line, plain in pairs if plain is not None]

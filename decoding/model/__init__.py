@@ -1,1 +1,1 @@
-"""A transformers model with one way to call it: its cache, its attention, its heads, and its files on disk."""
+"""A transformers model with one way to call it, and the drafts and heads that read its states."""

@@ -46,8 +46,8 @@ def max_positions(text_config: PreTrainedConfig) -> int | None:
     wrong.
     """
     longest: int | None = getattr(text_config, "max_position_embeddings", None)
-    found = _rope_parameters(text_config)
-    limits = [part["original_max_position_embeddings"] for part in found if part.get("rope_type") == "longrope"]
+    ropes = _rope_parameters(text_config)
+    limits = [part["original_max_position_embeddings"] for part in ropes if part.get("rope_type") == "longrope"]
     return min([*limits, *([] if longest is None else [longest])], default=None)
 
 
@@ -75,7 +75,7 @@ def why_not_static(model: PreTrainedModel) -> str | None:
         )
     if is_spread(model):
         return (
-            f"the model is spread over {len(places_of(model))} devices, but steps of fixed shapes run on one: leave "
+            f"the model is spread over {len(devices_of(model))} devices, but steps of fixed shapes run on one: leave "
             "static out, or use a GPU large enough for the whole model"
         )
     return None
@@ -100,15 +100,15 @@ def static_of(choice: str, model: PreTrainedModel) -> str | None:
     return None if choice == "off" else choice
 
 
-def places_of(model: PreTrainedModel) -> frozenset[str]:
-    """Return the places (devices, ``cpu``, ``disk``) where accelerate put a model; empty if accelerate did not."""
+def devices_of(model: PreTrainedModel) -> frozenset[str]:
+    """Return the devices (GPUs, ``cpu``, ``disk``) where accelerate put a model; empty if accelerate did not."""
     placed: Any = getattr(model, "hf_device_map", None) or {}
-    return frozenset(str(place) for place in placed.values())
+    return frozenset(str(device) for device in placed.values())
 
 
 def is_spread(model: PreTrainedModel) -> bool:
     """Return True if accelerate spread the model over several devices."""
-    return len(places_of(model)) > 1
+    return len(devices_of(model)) > 1
 
 
 @torch.inference_mode()
@@ -184,7 +184,7 @@ def why_unfit(model: PreTrainedModel) -> str | None:
 def why_no_trees(model: PreTrainedModel) -> str | None:
     """Return the reason why a model cannot run the branches of a tree in one pass; None if it can.
 
-    Without trees, texts run one by one on `transformers`' own cache and masks (`decoding.model.rows`).
+    Without trees, texts run one by one on `transformers`' own cache and masks (`decoding.model.sequential`).
     """
     kind, text_config = model.config.model_type, model.config.get_text_config(decoder=True)
     if getattr(model, "_is_stateful", False):

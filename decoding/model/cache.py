@@ -22,9 +22,9 @@ _BUFFERS = itertools.count(1)
 
 @dataclass(frozen=True)
 class _Block:
-    """The place of a pass in the cache: row i of the batch writes to slot ``slots[i]`` from ``starts[i]`` on."""
+    """What a pass writes in the cache: its text i goes to row ``rows[i]``, from ``starts[i]`` on."""
 
-    slots: Sequence[int]
+    rows: Sequence[int]
     starts: Sequence[int]
     positions: tuple[Tensor, ...] | None
     """Positions to write, a (rows, block) tensor for each device; None if all rows start at the same position."""
@@ -47,14 +47,14 @@ class _Buffers(NamedTuple):
 
 
 class PreallocatedLayer(CacheLayerMixin):
-    """One layer's part of the buffers; ``place`` is the index (from 0) of its device in the cache."""
+    """One layer's part of the buffers; ``number`` counts the devices of the cache from 0."""
 
     is_sliding = False
 
-    def __init__(self, owner: "PreallocatedCache", place: int) -> None:
+    def __init__(self, owner: "PreallocatedCache", number: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers' annotations are partial
         self._owner = owner
-        self._place = place
+        self._number = number
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self._owner.allocate(key_states, value_states)
@@ -75,17 +75,17 @@ class PreallocatedLayer(CacheLayerMixin):
                 f"{list(self.keys.shape[1::2])} and {list(key_states.shape[1::2])}): use a model with equal layers"
             )
         if block.is_prefill:
-            for row, slot in enumerate(block.slots):
-                self.keys[slot, :, :size] = key_states[row]
-                self.values[slot, :, :size] = value_states[row]
+            for index, row in enumerate(block.rows):
+                self.keys[row, :, :size] = key_states[index]
+                self.values[row, :, :size] = value_states[index]
             return key_states, value_states
-        rows = len(block.slots)
+        rows = len(block.rows)
         if block.positions is None:
             start = block.starts[0]
             self.keys[:rows, :, start : start + size] = key_states
             self.values[:rows, :, start : start + size] = value_states
         else:
-            row_index, positions = owner.row_index(self._place)[:rows, None], block.positions[self._place]
+            row_index, positions = owner.row_index(self._number)[:rows, None], block.positions[self._number]
             self.keys[row_index, :, positions] = key_states.transpose(1, 2)
             self.values[row_index, :, positions] = value_states.transpose(1, 2)
         return self.keys[:rows, :, : block.keys], self.values[:rows, :, : block.keys]
@@ -109,7 +109,7 @@ class PreallocatedCache(Cache):
     Sliding-window layers also keep all positions, and the mask applies the window; rejected tokens can therefore always
     be dropped.
 
-    ``lengths[slot]`` is the number of cached positions of a row. ``text`` contains the tokens of row 0 whose keys are
+    ``lengths[row]`` is the number of cached positions of a row. ``text`` contains the tokens of row 0 whose keys are
     certainly cached. ``states`` are the states after a drafter's taps that were kept, from the first of these tokens
     on. The decoding loop updates ``text`` and ``states`` in caches that serve several calls.
     """
@@ -119,9 +119,9 @@ class PreallocatedCache(Cache):
     ) -> None:
         """``devices``: the device of each layer's keys; None if all layers share the device of the first block."""
         self._devices: tuple[torch.device | None, ...] = tuple(dict.fromkeys(devices)) if devices else (None,)
-        places = [self._devices.index(device) for device in devices] if devices else [0] * num_layers
-        self._members = [[i for i in range(num_layers) if places[i] == place] for place in range(len(self._devices))]
-        self._own_layers = [PreallocatedLayer(self, place) for place in places]
+        numbers = [self._devices.index(device) for device in devices] if devices else [0] * num_layers
+        self._members = [[i for i in range(num_layers) if numbers[i] == number] for number in range(len(self._devices))]
+        self._own_layers = [PreallocatedLayer(self, number) for number in numbers]
         super().__init__(layers=list(self._own_layers))
         self.rows = rows
         self.capacity = max(capacity, 1)
@@ -137,25 +137,25 @@ class PreallocatedCache(Cache):
         self._handed_out: tuple[_Buffers, ...] = self._held
         """Buffers whose views the layers use; they differ from `_held` only if an interrupt came between the two."""
 
-    def begin(self, slots: Sequence[int], size: int, device: torch.device, own: Sequence[int] | None = None) -> int:
-        """Announce a pass that appends ``size`` positions to each row in ``slots``; return how many keys it reads.
+    def begin(self, rows: Sequence[int], size: int, device: torch.device, own: Sequence[int] | None = None) -> int:
+        """Announce a pass that appends ``size`` positions to each of the ``rows``; return how many keys it reads.
 
         Only the first ``own[i]`` positions belong to row i (None: all). The rest is padding and never grows the
         buffers: padding without room overwrites the last position, which no row then uses. Rows with content must be
         the first ones, in order, because attention reads a slice of the buffers.
         """
-        starts = [self.lengths[slot] for slot in slots]
-        assert not any(starts) or list(slots) == list(range(len(slots))), f"rows {slots} are not the first ones"
+        starts = [self.lengths[row] for row in rows]
+        assert not any(starts) or list(rows) == list(range(len(rows))), f"rows {rows} are not the first ones"
         padded = max(starts) + size
         needed = max(start + count for start, count in zip(starts, own or [size] * len(starts), strict=True))
         self.reserve(padded if padded <= self.capacity or needed == padded else needed + 1)
         keys = min(padded, self.capacity)
         positions = None
         if len(set(starts)) > 1:
-            positions = tuple(_positions(starts, size, place or device) for place in self._devices)
+            positions = tuple(_positions(starts, size, own or device) for own in self._devices)
             if padded > keys:
-                positions = tuple(place.clamp(max=keys - 1) for place in positions)
-        self.block = _Block(tuple(slots), tuple(starts), positions, keys)
+                positions = tuple(part.clamp(max=keys - 1) for part in positions)
+        self.block = _Block(tuple(rows), tuple(starts), positions, keys)
         return keys
 
     def begin_static(self, positions: Tensor, keys: int) -> None:
@@ -169,13 +169,13 @@ class PreallocatedCache(Cache):
     def end(self, written: Sequence[int]) -> None:
         """Finish the pass: row i keeps the first ``written[i]`` positions of its block; the rest is padding."""
         assert self.block is not None
-        self.advance(self.block.slots, written)
+        self.advance(self.block.rows, written)
         self.block = None
 
-    def advance(self, slots: Sequence[int], written: Sequence[int]) -> None:
-        """Lengthen each of the rows ``slots`` by its number of ``written`` positions."""
-        for slot, count in zip(slots, written, strict=True):
-            self.lengths[slot] += count
+    def advance(self, rows: Sequence[int], written: Sequence[int]) -> None:
+        """Lengthen each of the ``rows`` by its number of ``written`` positions."""
+        for row, count in zip(rows, written, strict=True):
+            self.lengths[row] += count
 
     def reserve(self, needed: int) -> None:
         """Make room for ``needed`` positions in each row."""
@@ -189,9 +189,9 @@ class PreallocatedCache(Cache):
         """Device of the first layer's buffers; None before the first block."""
         return self._held[0].keys.device if self._held else None
 
-    def row_index(self, place: int) -> Tensor:
-        """Return the numbers from 0 to rows - 1, (rows,), on device number ``place``."""
-        return self._held[place].row_index
+    def row_index(self, number: int) -> Tensor:
+        """Return the numbers from 0 to rows - 1, (rows,), on device ``number``."""
+        return self._held[number].row_index
 
     def restart(self, capacity: int) -> None:
         """Drop all texts and lease the buffers to a new generation, with room for ``capacity``; older leases end."""
@@ -214,17 +214,13 @@ class PreallocatedCache(Cache):
 
     def allocate(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate all buffers with the shapes of the first block seen, (batch, heads, positions, dim)."""
-        self._held = tuple(
-            self._new_buffers(place, key_states, value_states, self.capacity) for place in range(len(self._devices))
-        )
+        held = []
+        for members, own in zip(self._members, self._devices, strict=True):
+            device, both = own or key_states.device, (key_states, value_states)
+            keys, values = (self._new_buffer(like, len(members), self.capacity, device) for like in both)
+            held.append(_Buffers(keys, values, torch.arange(self.rows, device=device)))
+        self._held = tuple(held)
         self._hand_out_views()
-
-    def _new_buffers(self, place: int, keys: Tensor, values: Tensor, capacity: int) -> _Buffers:
-        """Make a device's buffers, filled with zeros; heads, widths and dtypes are as in ``keys`` and ``values``."""
-        device = self._devices[place] or keys.device
-        layers = len(self._members[place])
-        new_keys, new_values = (self._new_buffer(like, layers, capacity, device) for like in (keys, values))
-        return _Buffers(new_keys, new_values, torch.arange(self.rows, device=device))
 
     def _new_buffer(self, like: Tensor, layers: int, capacity: int, device: torch.device) -> Tensor:
         heads, _, dim = like.shape[-3:]
@@ -240,21 +236,21 @@ class PreallocatedCache(Cache):
         capacity = self.capacity
         while capacity < needed:
             capacity *= 2
-        for place in range(len(self._held)):
+        for number in range(len(self._held)):
             for name in ("keys", "values"):
-                self._grow_buffer(place, name, capacity)
+                self._grow_buffer(number, name, capacity)
         self.capacity = capacity
 
-    def _grow_buffer(self, place: int, name: str, capacity: int) -> None:
+    def _grow_buffer(self, number: int, name: str, capacity: int) -> None:
         """Replace a device's keys or values by a copy with room for ``capacity`` positions; free the old buffer."""
-        old: Tensor = getattr(self._held[place], name)
+        old: Tensor = getattr(self._held[number], name)
         layers, _, _, held, _ = old.shape
         if held >= capacity:  # it grew before an error
             return
         new = self._new_buffer(old, layers, capacity, old.device)
         new[..., :held, :] = old
-        grown = self._held[place]._replace(**{name: new})
-        self._held = (*self._held[:place], grown, *self._held[place + 1 :])
+        grown = self._held[number]._replace(**{name: new})
+        self._held = (*self._held[:number], grown, *self._held[number + 1 :])
         self._hand_out_views()
 
     def _hand_out_views(self) -> None:
@@ -266,28 +262,28 @@ class PreallocatedCache(Cache):
                 layer.is_initialized = True
         self._handed_out = self._held
 
-    def is_full(self, slot: int) -> bool:
-        """Return True if a row's next step may not draft (see `decoding.model.rows`)."""
+    def is_full(self, row: int) -> bool:
+        """Return True if a row's next step may not draft (see `decoding.model.sequential`)."""
         return False
 
     @torch.inference_mode()
-    def commit(self, slot: int, start: int, kept: Sequence[int]) -> None:
+    def commit(self, row: int, start: int, kept: Sequence[int]) -> None:
         """Keep the nodes ``kept`` (increasing) of the block that a row wrote at ``start``; drop the other nodes."""
         if list(kept) != list(range(len(kept))):
             for held in self._held:
                 index = torch.tensor(kept).to(held.keys.device, non_blocking=True) + start
-                for buffer in (held.keys[:, slot], held.values[:, slot]):
+                for buffer in (held.keys[:, row], held.values[:, row]):
                     buffer[..., start : start + len(kept), :] = buffer.index_select(-2, index)
-        self.truncate(slot, start + len(kept))
+        self.truncate(row, start + len(kept))
 
-    def truncate(self, slot: int, length: int) -> None:
+    def truncate(self, row: int, length: int) -> None:
         """Drop every position of a row from ``length`` on."""
-        assert length <= self.lengths[slot], f"cannot truncate {self.lengths[slot]} positions to {length}"
-        self.lengths[slot] = length
+        assert length <= self.lengths[row], f"cannot truncate {self.lengths[row]} positions to {length}"
+        self.lengths[row] = length
 
-    def clear(self, slot: int) -> None:
+    def clear(self, row: int) -> None:
         """Empty a row."""
-        self.lengths[slot] = 0
+        self.lengths[row] = 0
 
     def rewind(self, prompt: Sequence[int], taps: tuple[int, ...] = ()) -> int:
         """Cut row 0 to the longest prefix that it shares with ``prompt[:-1]``; return the prefix's length.
@@ -306,14 +302,14 @@ class PreallocatedCache(Cache):
         return common
 
     @torch.inference_mode()
-    def move(self, slot: int, to: int) -> None:
-        """Move the row in ``slot`` to slot ``to``, replacing its content."""
-        length = self.lengths[slot]
-        if slot != to:
+    def move(self, row: int, to: int) -> None:
+        """Move a row to row ``to``, replacing its content."""
+        length = self.lengths[row]
+        if row != to:
             for held in self._held:
                 for buffer in (held.keys, held.values):
-                    buffer[:, to, :, :length] = buffer[:, slot, :, :length]
-        self.clear(slot)
+                    buffer[:, to, :, :length] = buffer[:, row, :, :length]
+        self.clear(row)
         self.lengths[to] = length
 
 

@@ -19,12 +19,11 @@ from decoding.model.architecture import (
     why_unfit,
     windows,
 )
-from decoding.model.attention import leave_out_cudnn
 from decoding.model.cache import PreallocatedCache
 from decoding.model.dynamic import DynamicSteps, TreeMasks, last_of
-from decoding.model.forward import ModelOutput, run_model
+from decoding.model.forward import ModelOutput, leave_out_cudnn, run_model
 from decoding.model.invariant import BatchInvariant
-from decoding.model.rows import RowSteps
+from decoding.model.sequential import SequentialSteps
 from decoding.model.static import StaticSteps, row_bucket
 from decoding.model.turns import CacheHolder, CacheTurns, lock_of
 from decoding.rules.tree import TokenTree
@@ -77,7 +76,7 @@ class CausalLM:
         self.batch_invariant = batch_invariant
         self._numerics = BatchInvariant if batch_invariant else nullcontext
         """Context of every pass after a prefill."""
-        self._rows = RowSteps(model) if self.no_trees else None
+        self._sequential = SequentialSteps(model) if self.no_trees else None
         self._static: StaticSteps | None = None
         self._static_cache: PreallocatedCache | None = None
         self.turns = CacheTurns()
@@ -130,7 +129,7 @@ class CausalLM:
     @torch.inference_mode()
     def state_bytes(self) -> int:
         """Return the bytes of one text's recurrent states (0 without any); drafting a chain needs twice as many."""
-        return self._rows.state_bytes() if self._rows is not None else 0
+        return self._sequential.state_bytes() if self._sequential is not None else 0
 
     @cached_property
     def _key_devices(self) -> tuple[torch.device, ...] | None:
@@ -146,8 +145,8 @@ class CausalLM:
 
         A static model has only one cache, which restarts for ``generation`` after other threads have released it.
         """
-        if self._rows is not None:
-            return self._rows.new_cache(rows)
+        if self._sequential is not None:
+            return self._sequential.new_cache(rows)
         if self._static is None:
             return PreallocatedCache(self.num_layers, capacity, rows, self._key_devices)
         self.turns.take(generation)
@@ -163,36 +162,36 @@ class CausalLM:
         self,
         texts: Sequence[Sequence[int]],
         cache: PreallocatedCache,
-        slots: Sequence[int] | None = None,
+        rows: Sequence[int] | None = None,
         taps: Sequence[int] = (),
     ) -> ModelOutput:
-        """Run whole texts into empty ``slots`` of the cache.
+        """Run whole texts into empty ``rows`` of the cache.
 
         Returns hidden state and logits of each text's last token, (rows, hidden) and (rows, vocab). Shorter texts are
         padded on the right, and no token attends to the padding. To limit memory, texts run in groups of up to
-        `_PREFILL_TOKENS` tokens. ``slots`` None means the first slots. ``taps``: also return the states of all
+        `_PREFILL_TOKENS` tokens. ``rows`` None means the first ones. ``taps``: also return the states of all
         positions after these layers (from 0). The states take 8 KiB per token and layer for an 8B model in bf16.
         """
-        slots = range(len(texts)) if slots is None else slots
-        assert not any(cache.lengths[slot] for slot in slots), "these rows are not empty"
-        if self._rows is not None:
-            output = self._rows.run(texts, cache, slots, last=True, taps=taps)
+        rows = range(len(texts)) if rows is None else rows
+        assert not any(cache.lengths[row] for row in rows), "these rows are not empty"
+        if self._sequential is not None:
+            output = self._sequential.run(texts, cache, rows, last=True, taps=taps)
             return output._replace(hidden=output.hidden[:, 0], logits=output.logits[:, 0])
         # A batch-invariant model runs each text alone, so that the pass depends only on the text.
-        rows = 1 if self.batch_invariant else max(1, _PREFILL_TOKENS // max(len(text) for text in texts))
+        together = 1 if self.batch_invariant else max(1, _PREFILL_TOKENS // max(len(text) for text in texts))
         outputs = []
-        for begin in range(0, len(texts), rows):
-            group = slice(begin, begin + rows)
-            outputs.append(self._prefill_group(texts[group], cache, slots[group], taps))
+        for begin in range(0, len(texts), together):
+            group = slice(begin, begin + together)
+            outputs.append(self._prefill_group(texts[group], cache, rows[group], taps))
         return outputs[0] if len(outputs) == 1 else ModelOutput.cat(outputs)
 
     def _prefill_group(
-        self, texts: Sequence[Sequence[int]], cache: PreallocatedCache, slots: Sequence[int], taps: Sequence[int]
+        self, texts: Sequence[Sequence[int]], cache: PreallocatedCache, rows: Sequence[int], taps: Sequence[int]
     ) -> ModelOutput:
         lengths = [len(text) for text in texts]
         longest = max(lengths)
         tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=self.device)
-        cache.begin(slots, longest, self.device)
+        cache.begin(rows, longest, self.device)
         positions = torch.arange(longest, device=self.device)[None]
         select = last_of(lengths, 1, self.device)
         output = run_model(self.model, tokens, positions, cache, None, select, taps)
@@ -212,8 +211,8 @@ class CausalLM:
         if not any(cache.lengths[: len(blocks)]):
             return self.prefill(blocks, cache, taps=taps)
         trees = [TokenTree.chain(block) for block in blocks]
-        if self._rows is not None:
-            output = self._rows.run(blocks, cache, last=True, taps=taps)
+        if self._sequential is not None:
+            output = self._sequential.run(blocks, cache, last=True, taps=taps)
         elif self._static is not None and self._static.fits(trees):
             output = self._run(trees, cache, None, last_of(list(map(len, blocks)), 1, self.device), taps)
             own = zip(output.states, blocks, strict=bool(taps))
@@ -229,8 +228,8 @@ class CausalLM:
 
         Returns (rows, hidden) and (rows, vocab).
         """
-        if self._rows is not None:
-            output = self._rows.run([[token] for token in tokens.tolist()], cache)
+        if self._sequential is not None:
+            output = self._sequential.run([[token] for token in tokens.tolist()], cache)
         else:
             with self._numerics():
                 output = (self._static or self._dynamic).step(tokens, cache)
@@ -261,9 +260,9 @@ class CausalLM:
         taps: Sequence[int] = (),
     ) -> ModelOutput:
         """Run trees in fixed shapes if the model is static and the trees fit, and otherwise in dynamic shapes."""
-        if self._rows is not None:
+        if self._sequential is not None:
             assert not any(first or ()) and all(tree.shape.is_chain for tree in trees), self.no_trees
-            return self._rows.run([tree.token_list for tree in trees], cache, taps=taps)
+            return self._sequential.run([tree.token_list for tree in trees], cache, taps=taps)
         with self._numerics():
             if self._static is None or cache.device is None or not self._static.fits(trees):
                 return self._dynamic.run(trees, cache, first or [0] * len(trees), select, taps=taps)

@@ -13,19 +13,19 @@ from decoding.model.causal_lm import CausalLM
 from decoding.rules.tree import TokenTree
 
 
-def pass_over(curve: Mapping[int, float], tokens: float) -> float:
-    """Return the seconds of a target pass over ``tokens`` new tokens per row, the root included.
+def pass_over(curve: Mapping[int, float], size: float) -> float:
+    """Return the seconds of a target pass over ``size`` new tokens per row, the root included.
 
     ``curve`` maps measured sizes to seconds; v(n) is its shape. It is linear between them and constant before the first
     size. After the last size it continues the last segment, but never decreases.
     """
     points = sorted(curve.items())
-    after = bisect_right(points, (tokens, math.inf))
+    after = bisect_right(points, (size, math.inf))
     if after == 0 or len(points) == 1:
         return points[0][1]
     (left, low), (right, high) = points[min(after, len(points) - 1) - 1 :][:2]
     slope = (high - low) / (right - left)
-    return low + slope * (tokens - left) if tokens <= right else high + max(0.0, slope) * (tokens - right)
+    return low + slope * (size - left) if size <= right else high + max(0.0, slope) * (size - right)
 
 
 class _Passes:

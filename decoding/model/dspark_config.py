@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-from decoding.errors import UserError
+from decoding.errors import UserError, check_whole
+from decoding.files.stored import CONFIG_NAME, read_object
 from decoding.model.causal_lm import CausalLM
-from decoding.model.stored import CONFIG_NAME, check_whole, read_object
 from decoding.rules.tree import MOST_NODES, checked_paths
 
 ARCHITECTURE, WITHOUT_BIAS = "Qwen3DSparkModel", "DFlashDraftModel"
@@ -100,9 +100,9 @@ class DSparkConfig:
     tree: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if each.type is int:
-                check_whole(each.name, getattr(self, each.name), each.name not in ("mask_token_id", "markov_rank"))
+        for size in fields(self):
+            if size.type is int:
+                check_whole(size.name, getattr(self, size.name), size.name not in ("mask_token_id", "markov_rank"))
         taps = tuple(self.target_layer_ids)
         for tap in taps:
             check_whole("an entry of target_layer_ids", tap, 0)
@@ -179,8 +179,8 @@ class DSparkConfig:
             max_position_embeddings=self.max_position_embeddings,
             rope_parameters={**self.rope_scaling, "rope_theta": self.rope_theta},
         )
-        found: tuple[Tensor, float] = ROPE_INIT_FUNCTIONS[self.rope_scaling["rope_type"]](config, torch.device("cpu"))
-        return found
+        scaled: tuple[Tensor, float] = ROPE_INIT_FUNCTIONS[self.rope_scaling["rope_type"]](config, torch.device("cpu"))
+        return scaled
 
     def frequencies(self, device: torch.device) -> tuple[Float[Tensor, " pairs"], float]:
         """Return the angle per position of each pair of dimensions, and the factor on sines and cosines."""
@@ -192,12 +192,12 @@ class DSparkConfig:
     @property
     def sights(self) -> tuple[Sight, ...]:
         """What the slots of each layer see. As in servers, a window also hides early slots of a long block."""
-        sliding = [each == SLIDING for each in self.layer_types or (_FULL,) * self.num_hidden_layers]
-        causal = [each if self.is_causal is None else self.is_causal for each in sliding]
-        windows = [self.sliding_window if each else None for each in sliding]
+        sliding = [kind == SLIDING for kind in self.layer_types or (_FULL,) * self.num_hidden_layers]
+        causal = [slides if self.is_causal is None else self.is_causal for slides in sliding]
+        windows = [self.sliding_window if slides else None for slides in sliding]
         return tuple(map(Sight, windows, causal))
 
-    @property
+    @cached_property
     def slots(self) -> int:
         """Tokens of a block: the newest token and the masks."""
         return self.block_size + (not self.sample_from_anchor)
@@ -209,8 +209,8 @@ class DSparkConfig:
 
     def check_fits(self, target: CausalLM) -> None:
         """Raise UserError if the target's sizes differ from the sizes in this config."""
-        found = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-        for name, size in {**found, "num_target_layers": target.num_layers}.items():
+        sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        for name, size in {**sizes, "num_target_layers": target.num_layers}.items():
             if getattr(self, name) not in (None, size):
                 raise UserError(
                     f"this draft needs a target whose {name} is {getattr(self, name)}, not {size}: {_THIS_TARGET}"

@@ -45,8 +45,8 @@ def blocked_keys(
     hidden = hidden_from.gather(2, node[:, None].expand(-1, depths.shape[1], -1))
     blocked = behind_prefix[:, None] & (hidden | (key >= begin + span)[:, None])
     if window is not None:
-        places = torch.where(behind_prefix, begin + key_depths.gather(1, node), key)
-        blocked = blocked | ((depths + begin)[:, :, None] - places[:, None] >= window)
+        key_positions = torch.where(behind_prefix, begin + key_depths.gather(1, node), key)
+        blocked = blocked | ((depths + begin)[:, :, None] - key_positions[:, None] >= window)
     return blocked
 
 
@@ -87,8 +87,8 @@ class TreeMasks:
         blocked = torch.zeros(size, start + len(depths), dtype=torch.bool, device=device)
         blocked[:, start:] = hidden[first[0] :]
         if window is not None and start + shapes[0].max_depth >= window:
-            places = torch.cat([torch.arange(start, device=device), depths + start])
-            blocked |= depths[first[0] :, None] + start - places >= window
+            key_positions = torch.cat([torch.arange(start, device=device), depths + start])
+            blocked |= depths[first[0] :, None] + start - key_positions >= window
         return self.additive(blocked[None])
 
     def _ragged(

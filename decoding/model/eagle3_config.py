@@ -13,10 +13,10 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from decoding.errors import UserError
+from decoding.errors import UserError, check_whole
+from decoding.files.stored import CONFIG_NAME, read_object
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_config import SLIDING
-from decoding.model.stored import CONFIG_NAME, check_whole, read_object
 
 _ARCHITECTURE, _OF_QWEN3 = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"
 _STYLES = ("llama", _ARCHITECTURE, "Eagle3LlamaForCausalLM", "qwen3", _OF_QWEN3)
@@ -73,9 +73,9 @@ class Eagle3Config:
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if each.type is int:
-                check_whole(each.name, getattr(self, each.name))
+        for size in fields(self):
+            if size.type is int:
+                check_whole(size.name, getattr(self, size.name))
         for name in _FLAGS:
             if type(value := getattr(self, name)) is not bool:
                 raise UserError(f"{name} is {value!r}: use true or false")
@@ -120,7 +120,7 @@ class Eagle3Config:
         width = target.model.config.get_text_config(decoder=True).hidden_size
         embedding: Any = target.model.get_input_embeddings()
         sizes = {"hidden_size": {width, embedding.weight.shape[1]}, "vocab_size": {target.vocab_size}}
-        for name, size in ((name, size) for name, found in sizes.items() for size in found):
+        for name, size in ((name, size) for name, allowed in sizes.items() for size in allowed):
             if getattr(self, name) != size:
                 raise UserError(
                     f"this draft needs a target whose {name} is {getattr(self, name)}, not {size}: {_THIS_TARGET}"
@@ -218,9 +218,9 @@ def _config_of(stored: Mapping[str, Any]) -> Eagle3Config:
     rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
     rope = {"rope_theta": flat.get("rope_theta", 10_000.0), **rope}
     for key, values in _TAKEN.items():
-        for found in (flat.get(key), rope.pop(key, None)):
-            if found not in values:
-                raise UserError(f"{key} is {found}")
+        for value in (flat.get(key), rope.pop(key, None)):
+            if value not in values:
+                raise UserError(f"{key} is {value}")
     style = nested.get("model_type", "llama") if nested else (flat.get("architectures") or [None])[0]
     width, of_target = flat["hidden_size"], flat.get("target_hidden_size")
     uses, types = flat.get("use_sliding_window"), list(flat.get("layer_types") or ())
@@ -234,9 +234,9 @@ def _config_of(stored: Mapping[str, Any]) -> Eagle3Config:
         "it reads no states between the target's layers": own.get("use_aux_hidden_state") is False,
     }
     # A nested file without norm_before_residual means false, which speculators reads; vLLM takes true.
-    for problem in (problem for problem, found in refused.items() if found):
+    for problem in (problem for problem, applies in refused.items() if applies):
         raise UserError(problem)
-    known = {each.name: flat[each.name] for each in fields(Eagle3Config) if flat.get(each.name) is not None}
+    known = {size.name: flat[size.name] for size in fields(Eagle3Config) if flat.get(size.name) is not None}
     known["norm_before_fc"] = flat.get("norm_before_fc") or own.get("norm_before_fc") or False
     config = Eagle3Config(
         **{
@@ -261,6 +261,6 @@ def _layers(flat: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[int, ...]:
         return tuple(tap - 1 for tap in taps)
     # Servers ignore these ids, or number them from 0 or from 1, so only the default layers are unmistakable.
     ids = own.get("eagle_aux_hidden_state_layer_ids") or own.get("layer_ids")
-    if ids and not any(_is_default([each - by for each in ids]) for by in (0, 1)):
+    if ids and not any(_is_default([layer - by for layer in ids]) for by in (0, 1)):
         raise UserError(f"eagle_config names the layers {ids}, which servers number in different ways")
     return ()

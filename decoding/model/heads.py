@@ -15,26 +15,26 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from decoding.errors import UserError
-from decoding.model.forward import OutputLayer
-from decoding.model.markov import MarkovBias
-from decoding.model.stored import (
+from decoding.errors import UserError, check_whole
+from decoding.files.folder import HEADS_FORMAT
+from decoding.files.stored import (
     CONFIG_NAME,
     SHARD_BYTES,
     WEIGHTS_NAME,
     check_finite,
     check_tensors,
-    check_whole,
     has_weights,
     read_config_of,
     read_weights,
     weights_header,
+    without_d2t,
     write_weights,
 )
-from decoding.model.vocabulary import check_d2t, d2t_of, tokens_of, without_d2t
+from decoding.model.forward import OutputLayer
+from decoding.model.markov import MarkovBias
+from decoding.model.vocabulary import check_d2t, d2t_of, tokens_of
 from decoding.rules.tree import checked_paths
 
-FORMAT = "headstart-medusa"
 _REMEDY = "use heads that headstart wrote"
 _THIS_TARGET = "use heads trained on this target"
 
@@ -258,7 +258,7 @@ class MedusaHeads(nn.Module):
         """Write ``config.json`` and the weights to the folder, in shards as in `write_weights`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG_NAME).write_text(json.dumps({"format": FORMAT, **asdict(self.config)}, indent=2) + "\n")
+        (folder / CONFIG_NAME).write_text(json.dumps({"format": HEADS_FORMAT, **asdict(self.config)}, indent=2) + "\n")
         write_weights(folder, self.state_dict(), shard_bytes)
 
     @staticmethod
@@ -355,8 +355,8 @@ def loaded(
 
 
 def read_config(folder: Path) -> MedusaConfig:
-    """Read the ``config.json`` of heads; raise UserError unless it describes heads in `FORMAT`."""
+    """Read the ``config.json`` of heads; raise UserError unless it describes heads in `HEADS_FORMAT`."""
     for name, there in ((CONFIG_NAME, (folder / CONFIG_NAME).is_file()), (WEIGHTS_NAME, has_weights(folder))):
         if not there:
             raise UserError(f"{folder} does not contain Medusa heads, {name} is missing: {_REMEDY}")
-    return read_config_of(MedusaConfig, folder / CONFIG_NAME, FORMAT, _REMEDY)
+    return read_config_of(MedusaConfig, folder / CONFIG_NAME, HEADS_FORMAT, _REMEDY)

@@ -22,7 +22,7 @@ POSITIONS = 32
 
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 _PRODUCTS: dict[Any, int] = {F.linear: 0, torch.addmm: 1, **dict.fromkeys(_MATMULS, 0)}
-"""Functions that may multiply by weights, with the place of the states among their arguments; weights come next."""
+"""Functions that may multiply by weights, with the index of the states among their arguments; weights come next."""
 _SUMS: tuple[Any, ...] = (
     *(*_MATMULS, torch.bmm, Tensor.bmm, torch.baddbmm, F.scaled_dot_product_attention),
     *(F.softmax, torch.softmax, Tensor.softmax, torch.mean, Tensor.mean, torch.sum, Tensor.sum),
@@ -38,10 +38,10 @@ class BatchInvariant(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs, place = kwargs or {}, _PRODUCTS.get(func)
-        if place is not None and len(args) > place + 1 and args[place + 1].dim() == 2:
-            before, after = args[:place], args[place + 1 :]
-            return _in_blocks(lambda states: func(*before, states, *after, **kwargs), args[place])
+        kwargs, index = kwargs or {}, _PRODUCTS.get(func)
+        if index is not None and len(args) > index + 1 and args[index + 1].dim() == 2:
+            before, after = args[:index], args[index + 1 :]
+            return _in_blocks(lambda states: func(*before, states, *after, **kwargs), args[index])
         if func is getattr(torch, "_grouped_mm", None):  # the products of experts
             return _by_expert(*args, **kwargs)
         return _in_fp64(func, args, kwargs) if func in _SUMS else func(*args, **kwargs)

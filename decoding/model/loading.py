@@ -6,11 +6,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError: base class of its clients' errors
-    HTTPError,
-    StrictDataclassError,
-)
-from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -27,29 +22,29 @@ from transformers.utils.logging import disable_progress_bar
 
 from decoding.dtypes import default_device, parse_device, parse_dtype
 from decoding.errors import UserError
-from decoding.model.architecture import is_spread, places_of, why_not_static
+from decoding.files.fingerprint import TOKENIZER_PROBE
+from decoding.files.folder import (
+    UNREADABLE,
+    adapted_model,
+    check_model_folder,
+    is_untrusted,
+    quantisation,
+    read_output_tokens,
+    reason,
+)
+from decoding.files.hub import local_folder
+from decoding.files.stored import check_finite, read_header, weight_files
+from decoding.model.architecture import devices_of, is_spread, why_not_static
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkDraft, check_ends
 from decoding.model.dspark_config import is_dspark_folder, read_dspark_config
-from decoding.model.eagle3 import Eagle3Draft, check_embedding
+from decoding.model.dspark_draft import DSparkDraft, check_ends
 from decoding.model.eagle3_config import is_eagle3_folder, read_eagle3_config
-from decoding.model.folder import adapted_model, check_model_folder, quantisation
-from decoding.model.heads import FORMAT, MedusaHeads, read_config
-from decoding.model.hub import local_folder
-from decoding.model.stored import CONFIG_NAME, check_finite, read_header, read_object, weight_files
-from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary
+from decoding.model.eagle3_draft import Eagle3Draft, check_embedding
+from decoding.model.heads import MedusaHeads, read_config
+from decoding.model.vocabulary import trimmed_vocabulary
 
 _LOGGER = logging.getLogger(__name__)
 _SHARE = 0.9  # share of a GPU's free memory for weights; the cache and passes need the rest
-
-TOKENIZER_PROBE = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
-"""Text that different tokenizers split differently: spaces at the start and end of lines, digits, an accent."""
-
-UNREADABLE = (
-    *(OSError, ValueError, RuntimeError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError),
-    *(ImportError, SafetensorError, HTTPError, StrictDataclassError),
-)
-"""Errors that transformers and its libraries raise when they cannot build a model or a config."""
 
 
 def load_model(
@@ -66,10 +61,10 @@ def load_model(
     device, and if the model cannot be read, lacks weights, or is too large for all GPUs together.
     """
     kept: torch.dtype | Literal["auto"] = "auto" if dtype == "auto" else parse_dtype(dtype or "fast")
-    place = None if device is None else parse_device(device)
+    chosen = None if device is None else parse_device(device)
     folder = model_folder(name)
     check_model_folder(folder)
-    spread = place is None and exceeds_first_gpu(folder, kept)
+    spread = chosen is None and exceeds_first_gpu(folder, kept)
     if spread:
         _LOGGER.warning("%s does not fit on the first GPU and is spread over %d GPUs", name, torch.cuda.device_count())
     disable_progress_bar()  # the weights are read before the progress bar is drawn
@@ -77,7 +72,7 @@ def load_model(
         described = _that_or_base(folder, "config.json")
         config = AutoConfig.from_pretrained(str(described), trust_remote_code=trust_remote_code)
         # Quantised weights are created on their device, because most cannot be moved.
-        placed = {"": place or default_device()} if quantisation(described) else None
+        placed = {"": chosen or default_device()} if quantisation(described) else None
         read: Any = auto_class(config).from_pretrained(
             str(folder),
             dtype=kept,
@@ -94,8 +89,8 @@ def load_model(
             f"the weights of {name} lack {missing[0]}, one of {len(missing)} missing: use a complete folder"
         )
     if not spread and placed is None:
-        model.to(place or default_device())  # type: ignore[arg-type]  # transformers' stubs
-    elif is_spread(model) and (left := sorted({"cpu", "disk"} & places_of(model))):
+        model.to(chosen or default_device())  # type: ignore[arg-type]  # transformers' stubs
+    elif is_spread(model) and (left := sorted({"cpu", "disk"} & devices_of(model))):
         raise UserError(
             f"{name} does not fit on the GPUs without {' and '.join(left)}: use more GPUs or a narrower dtype"
         )
@@ -181,7 +176,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
             str(folder), trust_remote_code=trust_remote_code
         )
     except UNREADABLE as error:
-        told = reason(error) if _is_untrusted(error) or _has_vocabulary(folder) else _NO_VOCABULARY
+        told = reason(error) if is_untrusted(error) or _has_vocabulary(folder) else _NO_VOCABULARY
         raise UserError(f"no tokenizer could be read from {name!r}: {told}") from error
     if tokenizer.vocab_files_names and not _has_vocabulary(folder):  # for some families the tokenizer would be empty
         raise UserError(f"no tokenizer could be read from {name!r}: {_NO_VOCABULARY}")
@@ -193,12 +188,8 @@ _NO_VOCABULARY = "tokenizer.json is missing: copy the tokenizer files of its bas
 
 
 def _has_vocabulary(folder: Path) -> bool:
-    found = {path.name for pattern in _VOCABULARIES for path in folder.glob(pattern)}
-    return bool(found - {"tokenizer_config.json"})
-
-
-def _is_untrusted(error: BaseException) -> bool:
-    return "trust_remote_code" in str(error)
+    names = {path.name for pattern in _VOCABULARIES for path in folder.glob(pattern)}
+    return bool(names - {"tokenizer_config.json"})
 
 
 def model_folder(name: str) -> Path:
@@ -209,35 +200,6 @@ def model_folder(name: str) -> Path:
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"{name} lacks .safetensors files: convert its weights (pickled ones are not loaded)")
     return folder
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error (errors of libraries have many), or its class name if the text is empty.
-
-    If the first line ends with a colon, the next line is appended.
-    """
-    first, *others = _lines(error)
-    return " ".join((first, *others[:1])) if first.endswith(":") else first
-
-
-def reason(error: BaseException) -> str:
-    """Return the line of an error that states the reason: the first, or the last in transformers' config checks."""
-    if "ignore_mismatched_sizes" in str(error):  # an option that users cannot set here
-        return "the sizes in config.json differ from the weights"
-    if _is_untrusted(error):
-        return (
-            "it contains its own code: read the code, then add --trust-remote-code, or trust_remote_code=true in a "
-            "recipe"
-        )
-    if not isinstance(error, StrictDataclassError):
-        return first_line(error)
-    return _lines(error)[-1].removeprefix("ValueError: ").removeprefix("TypeError: ")
-
-
-def _lines(error: BaseException) -> list[str]:
-    """Return the lines of an error, at least one, each cut to 300 characters."""
-    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-    return [line if len(line) <= 300 else f"{line[:300]}..." for line in lines]
 
 
 _OWN_TOKENIZER = "use a draft trained with the target's tokenizer"
@@ -347,12 +309,6 @@ def load_eagle3(name: str | Path, target: CausalLM) -> Eagle3Draft:
     draft = Eagle3Draft.from_pretrained(folder, target.dtype, target.device)
     draft.config = config
     return draft
-
-
-def is_heads_folder(folder: str | Path) -> bool:
-    """Return True if a folder contains heads in this project's format."""
-    config = Path(folder) / CONFIG_NAME
-    return config.is_file() and read_object(config, "use heads or a model").get("format") == FORMAT
 
 
 def eos_token_ids(

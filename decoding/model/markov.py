@@ -17,16 +17,16 @@ from decoding.model.forward import OutputLayer
 
 
 class MarkovBias(nn.Module):
-    """Bias of rank ``rank`` on ``outputs`` logits after one of ``tokens`` tokens; zero at the start.
+    """Bias of rank ``rank`` on ``outputs`` logits after one of ``vocab_size`` tokens; zero at the start.
 
     ``spread`` is the standard deviation of the embedding's initial weights. An optimizer whose steps do not depend on
     the gradients' size, such as AdamW, learns the bias in proportion to it.
     """
 
-    def __init__(self, tokens: int, outputs: int, rank: int, hidden: int = 0, spread: float = 0.02) -> None:
+    def __init__(self, vocab_size: int, outputs: int, rank: int, hidden: int = 0, spread: float = 0.02) -> None:
         """``hidden``: width of the states that subclasses read."""
         super().__init__()
-        self.embedding = nn.Embedding(tokens, rank)
+        self.embedding = nn.Embedding(vocab_size, rank)
         self.output = OutputLayer(rank, outputs, bias=False)
         nn.init.normal_(self.embedding.weight, std=spread)
         nn.init.zeros_(self.output.weight)
@@ -66,8 +66,8 @@ class MarkovBias(nn.Module):
 class GatedBias(MarkovBias):
     """Bias whose factors are scaled by a gate; the gate reads the position's state and the token's embedding."""
 
-    def __init__(self, tokens: int, outputs: int, rank: int, hidden: int) -> None:
-        super().__init__(tokens, outputs, rank)
+    def __init__(self, vocab_size: int, outputs: int, rank: int, hidden: int) -> None:
+        super().__init__(vocab_size, outputs, rank)
         self.gate_proj = nn.Linear(hidden + rank, rank)
 
     def factor(self, before: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,8 +78,8 @@ class GatedBias(MarkovBias):
 class RecurrentBias(MarkovBias):
     """Bias from a memory of the block's tokens, which a gate keeps or replaces at each position."""
 
-    def __init__(self, tokens: int, outputs: int, rank: int, hidden: int) -> None:
-        super().__init__(tokens, outputs, rank)
+    def __init__(self, vocab_size: int, outputs: int, rank: int, hidden: int) -> None:
+        super().__init__(vocab_size, outputs, rank)
         self.joint_proj = nn.Linear(hidden + 2 * rank, 3 * rank)
 
     def factor(self, before: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,5 +110,5 @@ class BlockBias:
         """Return `MarkovBias.factor` of nodes at a depth (from 0) of these rows, after the tokens ``before``."""
         rows, before = rows.to(self._hidden.device), before.to(self._hidden.device)
         state = self._hidden[rows, self._first + depth]
-        found, self._memory[rows] = self._bias.factor(before, state, self._memory[rows])
-        return found
+        factor, self._memory[rows] = self._bias.factor(before, state, self._memory[rows])
+        return factor

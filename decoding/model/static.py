@@ -85,7 +85,7 @@ class TreeLayout:
 class StaticInputs:
     """Inputs of a step, all on the model's device. Each row has a tree of ``span`` nodes; the last ``nodes`` run.
 
-    ``tokens`` (rows, nodes) · ``starts`` (rows,): position of each row's root in its slot · ``firsts`` (rows,): number
+    ``tokens`` (rows, nodes) · ``starts`` (rows,): position of each row's root in the cache · ``firsts`` (rows,): number
     of cached nodes · ``depths`` (rows, nodes): depths of the running nodes · ``key_depths`` (rows, span): depths of all
     nodes · ``hidden_from`` (rows, nodes, span): true if a node must not attend to another.
     """

@@ -4,9 +4,8 @@ Such a draft has q = 0 for every other token. Lossless rules allow this, so the 
 """
 
 import copy
-import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decoding.errors import UserError, check_once
+from decoding.errors import UserError
+from decoding.files.folder import check_trimmed
 from decoding.model.causal_lm import CausalLM
-from decoding.model.hub import local_folder
-from decoding.model.stored import StoredTensor
-
-OUTPUT_TOKENS_KEY = "headstart_output_tokens"
-"""Key in a draft's config.json. Its value names the file, in the same folder, with the tokens of the trimmed
-lm_head."""
-OUTPUT_TOKENS_NAME = "output_tokens.json"
 
 
 def most_frequent_tokens(
@@ -51,7 +44,7 @@ def trimmed_vocabulary(model: PreTrainedModel, token_ids: Iterable[int]) -> Caus
     lm_head = model.get_output_embeddings()
     if not isinstance(lm_head, nn.Linear):
         raise UserError(f"the lm_head is a {type(lm_head).__name__}: trim a draft before quantising it")
-    _check_tokens(tokens, lm_head.out_features)
+    check_trimmed(tokens, lm_head.out_features)
     index = torch.tensor(tokens, device=lm_head.weight.device)
     weight, bias = lm_head.weight.detach()[index], None if lm_head.bias is None else lm_head.bias.detach()[index]
     return CausalLM(_with_lm_head(model, weight, bias), output_tokens=index)
@@ -91,18 +84,6 @@ def d2t_of(tokens: Sequence[int]) -> Int[Tensor, " outputs"]:
     return torch.tensor(tokens) - torch.arange(len(tokens))
 
 
-def without_d2t(
-    header: Mapping[str, StoredTensor], outputs: int | None, folder: Path, remedy: str
-) -> dict[str, StoredTensor]:
-    """Return a header without ``d2t``; raise UserError unless d2t has ``outputs`` whole numbers (None: is missing)."""
-    rest = dict(header)
-    found, wanted = rest.pop("d2t", None), None if outputs is None else StoredTensor("I64", (outputs,))
-    if found != wanted:
-        size = "unknown" if outputs is None else f"not a list of {outputs} whole numbers"
-        raise UserError(f"{folder} does not fit its config: d2t is {size}; {remedy}")
-    return rest
-
-
 def check_d2t(d2t: Int[Tensor, " outputs"], vocab_size: int, folder: Path, remedy: str) -> None:
     """Raise UserError unless the tokens of ``d2t`` increase and are below ``vocab_size``."""
     tokens = tokens_of(d2t)
@@ -136,40 +117,3 @@ def _with_lm_head(model: PreTrainedModel, weight: Tensor, bias: Tensor | None) -
     other.config.tie_word_embeddings = False
     other.config.get_text_config(decoder=True).tie_word_embeddings = False
     return other
-
-
-def write_output_tokens(folder: str | Path, token_ids: Iterable[int]) -> None:
-    """Mark a draft's folder as trimmed to ``token_ids``. `loading.load_draft` reads the mark; transformers does not."""
-    config_path = Path(folder) / "config.json"
-    if not config_path.is_file():
-        raise UserError(f"{folder} does not contain a model: config.json is missing")
-    config = json.loads(config_path.read_text())
-    tokens = sorted(token_ids)
-    _check_tokens(tokens, config.get("vocab_size", max(tokens, default=0) + 1))
-    (Path(folder) / OUTPUT_TOKENS_NAME).write_text(json.dumps(tokens) + "\n")
-    config_path.write_text(json.dumps({**config, OUTPUT_TOKENS_KEY: OUTPUT_TOKENS_NAME}, indent=2) + "\n")
-
-
-def read_output_tokens(model: PreTrainedModel, name: str) -> tuple[int, ...] | None:
-    """Return the tokens that a trimmed draft from this folder or Hub id can write; None if it is not trimmed."""
-    file_name = getattr(model.config, OUTPUT_TOKENS_KEY, None)
-    if file_name is None:
-        return None
-    if file_name != OUTPUT_TOKENS_NAME:
-        raise UserError(f"config.json of {name} names the tokens' file {file_name!r}: name it {OUTPUT_TOKENS_NAME}")
-    try:
-        tokens = json.loads((local_folder(name, weights=False) / file_name).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file_name} of {name} cannot be read: {error}") from error
-    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-        raise UserError(f"{file_name} of {name} is not a list of token ids: write it with write_output_tokens")
-    _check_tokens(tokens, model.config.get_text_config(decoder=True).vocab_size)
-    return tuple(tokens)
-
-
-def _check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
-    if not tokens:
-        raise UserError("the trimmed vocabulary is empty: use at least one token")
-    check_once("token", tokens)
-    if outside := [token for token in tokens if not 0 <= token < vocab_size]:
-        raise UserError(f"token {outside[0]} is unknown to the draft, which has 0 to {vocab_size - 1}: omit it")

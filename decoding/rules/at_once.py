@@ -135,15 +135,15 @@ def _siblings(batch: Undecided, like: Float[Tensor, "flat vocab"], by_depth: boo
                 group = groups.setdefault((shape.depths[node] * by_depth, rank), [])
                 group.append(_Try(first + node, first + child, q_row, leaves))
         above += 0 if proposal.q is None else len(proposal.q)
-    left = torch.cat([like[:0], *(each.q.to(like) for each in batch.proposals if each.q is not None)])
+    left = torch.cat([like[:0], *(proposal.q.to(like) for proposal in batch.proposals if proposal.q is not None)])
     for _, tries in sorted(groups.items()):
-        below = batch.sent([each.child for each in tries])
+        below = batch.sent([attempt.child for attempt in tries])
         token = tokens.flatten()[below][:, None]
         q = torch.zeros_like(like[: len(tries)]).scatter_(1, token, 1)
-        if rows := [index for index, each in enumerate(tries) if each.q_row >= 0]:
+        if rows := [index for index, attempt in enumerate(tries) if attempt.q_row >= 0]:
             q[batch.sent(rows)] = left[batch.sent([tries[row].q_row for row in rows])]
-        yield _Siblings(batch.sent([each.parent for each in tries]), below, token, q)
-        if rows := [index for index, each in enumerate(tries) if each.leaves_q]:
+        yield _Siblings(batch.sent([attempt.parent for attempt in tries]), below, token, q)
+        if rows := [index for index, attempt in enumerate(tries) if attempt.leaves_q]:
             rest = q[at := batch.sent(rows)].scatter(1, token[at], 0)
             left[batch.sent([tries[row].q_row for row in rows])] = rest / rest.sum(-1, keepdim=True)
 
@@ -151,7 +151,7 @@ def _siblings(batch: Undecided, like: Float[Tensor, "flat vocab"], by_depth: boo
 def reject(batch: Undecided) -> Int[Tensor, "rows 3"]:
     """Decide by `recursive_rejection`; returns the same as `walk`.
 
-    Every path to a node has tried the same children, so each try reads a number at a known place.
+    Every path to a node has tried the same children, so each try reads a number at a known index.
     """
     shapes, p = [tree.shape for tree in batch.trees], batch.p()
     ends = batch.sent(padded([_tries(shape)[1] for shape in shapes], 0))
@@ -234,8 +234,8 @@ def traverse(batch: Undecided) -> Int[Tensor, "rows 3"]:
     asked = (chance > 0) & (order > 0)
     number = asked.cumsum(1) - asked.long()
     kept = (order == 0) | (asked & (uniforms.gather(1, number) < chance))
-    place = kept.int().argmax(1, keepdim=True)  # the first
-    return _drawn(mass, order.gather(1, place), (number + asked).gather(1, place), uniforms)
+    first = kept.int().argmax(1, keepdim=True)
+    return _drawn(mass, order.gather(1, first), (number + asked).gather(1, first), uniforms)
 
 
 def accept_typical(batch: Undecided, epsilon: float, delta: float) -> Int[Tensor, "rows 3"]:
@@ -278,12 +278,12 @@ def _drawn(
 
 @lru_cache(maxsize=256)
 def _tries(shape: TreeShape) -> tuple[list[int], list[int]]:
-    """Return for each node the place of the number that tries it, and of the number drawn if no child is kept."""
-    before, place = [0] * len(shape), [0] * len(shape)
+    """Return for each node the index of the number that tries it, and of the number drawn if no child is kept."""
+    before, index = [0] * len(shape), [0] * len(shape)
     for node, children in enumerate(shape.children):
         for rank, child in enumerate(children):
-            place[child], before[child] = before[node] + rank, before[node] + rank + 1
-    return place, [taken + len(children) for taken, children in zip(before, shape.children, strict=True)]
+            index[child], before[child] = before[node] + rank, before[node] + rank + 1
+    return index, [taken + len(children) for taken, children in zip(before, shape.children, strict=True)]
 
 
 @lru_cache(maxsize=256)
@@ -305,7 +305,7 @@ class AtOnce(NamedTuple):
 
     def takes(self, proposals: Sequence[Proposal]) -> bool:
         are_chains = all(proposal.tree.shape.is_chain for proposal in proposals)
-        return self.kinds.issuperset(each.kind for each in proposals) and (are_chains or not self.chains_only)
+        return self.kinds.issuperset(proposal.kind for proposal in proposals) and (are_chains or not self.chains_only)
 
     def __call__(self, batch: Undecided) -> Int[Tensor, "rows 3"]:
         assert self.takes(batch.proposals), f"{self.decide} was not derived for these proposals"

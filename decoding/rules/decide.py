@@ -45,17 +45,17 @@ def decide(
             for tree, first in zip(trees, target.first, strict=True)
         ]
     rules = [_rule_of(proposal, rule) for proposal in proposals]
-    found, decided = list[Tensor](), list[int]()
-    for each in {id(of_row): of_row for of_row in rules}.values():  # a user's own rules may not be hashable
-        rows = [row for row, of_row in enumerate(rules) if of_row is each]
-        drafted = sum(len(trees[row]) > 1 for row in rows if each is SAMPLED_VERIFY)
+    parts, decided = list[Tensor](), list[int]()
+    for used in {id(of_row): of_row for of_row in rules}.values():  # a user's own rules may not be hashable
+        rows = [row for row, of_row in enumerate(rules) if of_row is used]
+        drafted = sum(len(trees[row]) > 1 for row in rows if used is SAMPLED_VERIFY)
         of_rows = [proposals[row] for row in rows]
-        if (decide_rows := at_once(each, of_rows)) and _pays(logits, drafted):
+        if (decide_rows := at_once(used, of_rows)) and _pays(logits, drafted):
             of_sources, first = [sources[row] for row in rows], [target.first[row] for row in rows]
-            found.append(decide_rows(Undecided(of_rows, of_sources, target.at, first, logits.device)))
+            parts.append(decide_rows(Undecided(of_rows, of_sources, target.at, first, logits.device)))
             decided += rows
     # Fetched together with the tokens of all rows, in one transfer.
-    values = [value for part in fetch_tokens(trees, [torch.cat(found).flatten()] if found else []) for value in part]
+    values = [value for part in fetch_tokens(trees, [torch.cat(parts).flatten()] if parts else []) for value in part]
     verdicts = dict[int, Verdict]()
     for row, node, token, numbers in zip(decided, values[::3], values[1::3], values[2::3], strict=True):
         if token == logits.shape[-1]:

@@ -67,8 +67,8 @@ class GeneratorSource:
 
         Drafting and verifying use two streams.
         """
-        digest = hashlib.sha256(f"{seed} {stream}".encode()).digest()
-        return GeneratorSource(torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True)))
+        hashed = hashlib.sha256(f"{seed} {stream}".encode()).digest()
+        return GeneratorSource(torch.Generator().manual_seed(int.from_bytes(hashed[:8], "little", signed=True)))
 
     def uniform(self) -> float:
         """Take the next number in [0, 1), a multiple of 2^-53."""

@@ -19,7 +19,7 @@ from whole_runs import ACCELERATE, DIRECT, ROOT, SCRIPT, losses, provenance, wri
 from whole_runs import finish as run_to_an_end
 from whole_runs import run as run_program
 
-from decoding.model.fingerprint import stored_fingerprint
+from decoding.files.fingerprint import stored_fingerprint
 from trainer.run.loop import Interrupted
 from trainer.run.train import consolidate
 

@@ -14,8 +14,8 @@ from older_readers import DRAFTS, PROBE, VOCABULARY
 from tiny_models import full_forward, tiny_model
 from tiny_tokenizer import byte_tokenizer
 
+from decoding.files.stored import cache_root
 from decoding.model.loading import load_tokenizer
-from decoding.model.stored import cache_root
 from trainer.export.exporter import export
 from trainer.files.folders import write_folder
 

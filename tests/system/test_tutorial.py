@@ -20,7 +20,7 @@ from test_quickstart import install_embedded
 from warm_program import WarmProgram, warm_program
 from whole_runs import environment
 
-from decoding.model.quickstart import FILE
+from decoding.files.quickstart import FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()

@@ -18,9 +18,9 @@ from decoding.drafters import DraftModelDrafter, DSparkDrafter, MedusaDrafter
 from decoding.drafters.base import DraftRequest
 from decoding.drafters.hybrid import HybridDrafter, HybridSession
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
+from decoding.files.stored import read_weights, write_weights
 from decoding.model.forward import lm_head_input
 from decoding.model.loading import load_draft, load_dspark, load_heads
-from decoding.model.stored import read_weights, write_weights
 from decoding.rules.tree import Proposal
 from trainer.export.exporter import NO_PROMPTS, export
 from trainer.export.serve import Serving, commands_of

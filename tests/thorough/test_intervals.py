@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decoding import metrics
-from decoding.measure.compare import verdict
+from decoding.measure.compare import conclusion
 from decoding.metrics import ratio_of_rates, ratio_of_sums
 
 TRIALS = 1500
@@ -37,7 +37,7 @@ def told_apart(texts: int) -> float:
         tokens = torch.randint(16, 97, (texts,), generator=generator).double()
         speed = (0.3 * normal(generator, texts)).exp()
         mine, other = (tokens / speed * (0.05 * normal(generator, texts)).exp() for _ in range(2))
-        real += verdict(ratio_of_rates(torch.stack([tokens, mine, tokens, other], 1).tolist())).kind == "real"
+        real += conclusion(ratio_of_rates(torch.stack([tokens, mine, tokens, other], 1).tolist())).kind == "real"
     return real / TRIALS
 
 

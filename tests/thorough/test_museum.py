@@ -28,9 +28,9 @@ from torch.nn import functional as F
 
 from decoding.drafters import Drafter, DSparkDrafter, Eagle3Drafter, MedusaDrafter
 from decoding.errors import UserError
+from decoding.files.fingerprint import stored_fingerprint
 from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
-from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.forward import lm_head_input
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.commands.check_options import DiagnoseOptions

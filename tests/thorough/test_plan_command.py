@@ -24,9 +24,8 @@ from decoding.drafters import Drafter, DraftModelDrafter
 from decoding.drafters.registry import LoadedWeights, named_drafter, parse_drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.measure.planning.forms import Family, family_of, first_tree
-from decoding.measure.planning.planner import Planner
-from decoding.measure.planning.survey import PlanConfig
-from decoding.measure.planning.views import verdicts
+from decoding.measure.planning.planner import PlanConfig, Planner
+from decoding.measure.planning.views import advice
 from decoding.metrics import tokens_per_pass
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
@@ -261,7 +260,7 @@ def test_a_draft_that_the_target_cannot_have_is_left_out_with_its_reason() -> No
 )
 def test_the_verdict_needs_a_gain_on_every_published_text(speedups: dict[str, list[float]], verdict: str) -> None:
     published = [{"draft": kind, "speedup": gain} for kind, gains in speedups.items() for gain in gains]
-    assert verdicts({"prospects": [{"batch_size": 4, "published": published}]}) == [f"batch 4: {verdict}"]
+    assert advice({"prospects": [{"batch_size": 4, "published": published}]}) == [f"batch 4: {verdict}"]
 
 
 PROMPTS = [(4, 5, 6), (7, 8), (9, 10, 11), (12, 4, 5, 6)]
@@ -301,7 +300,7 @@ def test_a_draft_equal_to_the_target_is_accepted_whole_at_every_depth(
     config = replace(FAST, temperature=temperature, max_new_tokens=31)  # the prefill's token, and ten passes of three
     planner = Planner(tiny_llama, load, [DrafterSpec("draft", "same", {"tokens": 2})], PROMPTS, config)
     measured = planner.measure(planner.families[0])
-    assert [candidate.tokens for candidate in measured.chains] == [2.0, 3.0]
+    assert [candidate.tokens_per_pass for candidate in measured.chains] == [2.0, 3.0]
 
 
 def test_prompts_that_a_draft_cannot_hold_are_left_out_and_none_at_all_is_refused(

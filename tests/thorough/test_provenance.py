@@ -19,7 +19,7 @@ from test_checkpoint import another_holds
 from tiny_models import counting_model
 from tiny_training import recipe_content, tiny_tokenizer, write_corpus, write_target
 
-from decoding.model.fingerprint import stored_fingerprint
+from decoding.files.fingerprint import stored_fingerprint
 from trainer.export.companions import target_of
 from trainer.export.exporter import export
 from trainer.processes import Process

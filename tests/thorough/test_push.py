@@ -11,7 +11,7 @@ from fake_hub import REPOSITORY, TOKEN, FakeHub
 from fake_hub import hub as hub
 from test_export import random_heads, report_of, write_json
 
-from decoding.model.fingerprint import stored_fingerprint
+from decoding.files.fingerprint import stored_fingerprint
 from trainer.export.card import render_card
 from trainer.export.exporter import export
 from trainer.export.task import Artefact

@@ -21,13 +21,13 @@ from tiny_training import WORDS, counting_text, medusa_on, recipe_content, tiny_
 from transformers import PreTrainedModel
 
 from decoding.drafters import DraftModelDrafter
+from decoding.files.fingerprint import stored_fingerprint
+from decoding.files.folder import quantisation
 from decoding.generate import DecodingConfig, Engine
 from decoding.measure.measurement import count_steps
 from decoding.measure.results import as_json, figure_of
 from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
-from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.folder import quantisation
 from decoding.model.loading import load_draft, load_model, load_tokenizer
 from trainer.commands import realign
 from trainer.commands.options import RealignOptions

@@ -14,10 +14,10 @@ from decoding.measure.figures import value_of
 from decoding.measure.measurement import Measurement, cells_of, report_of
 from decoding.measure.methods import SETTINGS, EvaluationConfig, Method, Run, settings_of, standard_methods
 from decoding.measure.questions import Asker, Question, TokenPrompts, waves_of
-from decoding.measure.records import GridCell, Records, check_identity, open_records, read_lines, record_files
+from decoding.measure.records import GridCell, Records, check_origin, open_records, read_lines, record_files
 from decoding.measure.results import Report, as_json
-from decoding.measure.rows import figures_of
 from decoding.measure.samples import pieces_of, samples_of
+from decoding.measure.summary import figures_of
 from decoding.metrics import StepCount
 from decoding.model.causal_lm import CausalLM
 
@@ -39,7 +39,7 @@ def methods(tiny_llama: CausalLM, tiny_draft: CausalLM) -> list[Method]:
 def texts(records: Records) -> dict[Any, Any]:
     """Everything of the records but the seconds."""
     return {
-        key: (record.prompts, record.digests, [(run.tokens, run.counts) for run in record.runs])
+        key: (record.prompts, record.fingerprints, [(run.tokens, run.counts) for run in record.runs])
         for key, record in records.by_key.items()
     }
 
@@ -243,9 +243,9 @@ def test_records_of_other_settings_are_refused_by_the_first_difference(tmp_path:
     records = open_records(tmp_path, 0, PROVENANCE)
     records.add({"cost_curve": {"1": 0.5}})
     records.close()
-    check_identity(tmp_path, {"max_new_tokens": 6, "option that is off": False})
+    check_origin(tmp_path, {"max_new_tokens": 6, "option that is off": False})
     with pytest.raises(ValueError, match="contains runs with max_new_tokens 6, not 8: use another --output"):
-        check_identity(tmp_path, {"max_new_tokens": 8})
+        check_origin(tmp_path, {"max_new_tokens": 8})
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:

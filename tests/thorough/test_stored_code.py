@@ -15,7 +15,7 @@ from tiny_tokenizer import byte_tokenizer
 from tiny_training import recipe_content, write_rows
 from typer.testing import CliRunner
 
-from decoding.model.fingerprint import stored_fingerprint
+from decoding.files.fingerprint import stored_fingerprint
 from trainer.cli import app
 from trainer.recipe.reading import parse_recipe
 from trainer.run.train import run_recipe

@@ -24,7 +24,7 @@ from decoding.drafters.base import DraftRequest, TextDrafter, TextStart
 from decoding.fields import check_messages
 from decoding.generate import DecodingConfig, Engine
 from decoding.measure.proof.enumeration import Context
-from decoding.model import rows
+from decoding.model import sequential
 from decoding.model.architecture import abilities
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
@@ -215,12 +215,12 @@ def test_no_step_takes_a_second_pass_and_what_is_fed_again_is_bounded(share: str
     text = [*PROMPTS[0], *Engine(target).decode(PROMPTS[0], DecodingConfig(40)).tokens]
     with positions_run(target.model) as run:
         steps = Engine(target, Chains([text], share)).decode(PROMPTS[0], DecodingConfig(40)).steps
-    assert len(run) == len(steps) and max(run[1:]) <= rows.MOST_FED_AGAIN + 2 * 7
+    assert len(run) == len(steps) and max(run[1:]) <= sequential.MOST_FED_AGAIN + 2 * 7
     assert sum(run[1:]) / 39 < most
 
 
 def test_a_row_that_waits_for_too_long_drafts_nothing_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "MOST_FED_AGAIN", 4)
+    monkeypatch.setattr(sequential, "MOST_FED_AGAIN", 4)
     target = CausalLM(family_model("qwen3_next"))
     text = [*PROMPTS[0], *Engine(target).decode(PROMPTS[0], DecodingConfig(20)).tokens]
     with positions_run(target.model) as run:
@@ -267,7 +267,7 @@ class Drawing(TextDrafter):
 
 def test_sampled_texts_of_the_loop_have_the_targets_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     """All outcomes of the loop on a hybrid of three tokens, with a chain drawn from another model's q."""
-    monkeypatch.setattr(rows, "MOST_FED_AGAIN", 1)
+    monkeypatch.setattr(sequential, "MOST_FED_AGAIN", 1)
     target = CausalLM(family_model("qwen3_next", vocab=3))
     q = torch.tensor([0.5, 0.3, 0.2])
     length = 3

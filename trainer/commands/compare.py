@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from decoding.measure.compare import ComparedRow, Comparison, RatioVerdict, compare, read_evaluation
+from decoding.measure.compare import ComparedRow, Comparison, RatioConclusion, compare, read_evaluation
 from decoding.measure.figures import NONE, estimate
 from decoding.measure.markdown import one_line
 from trainer.commands.findings import PRINTED, write_findings
@@ -49,7 +49,7 @@ def _cells(row: ComparedRow) -> list[Text | str]:
     names = row.method if row.method == row.other else f"A: {row.method}\nB: {row.other}"
     context = NONE if row.context is None else str(row.context)
     cells: list[Text | str] = [row.setting, str(row.batch_size), context, names, str(row.pairs)]
-    for figure, judged in ((row.tokens_per_pass, row.tokens_per_pass_verdict), (row.speed, row.speed_verdict)):
-        judged = judged or RatioVerdict("unmeasured", "not compared")
+    for figure, judged in ((row.tokens_per_pass, row.tokens_per_pass_conclusion), (row.speed, row.speed_conclusion)):
+        judged = judged or RatioConclusion("unmeasured", "not compared")
         cells += [estimate(figure, "×"), Text(judged.text, style=_COLOURS[judged.kind] or "")]
     return cells

@@ -8,9 +8,9 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
+from decoding.files.fingerprint import stored_fingerprint
+from decoding.files.quickstart import NAME
 from decoding.measure.redact import published_name
-from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.quickstart import NAME
 from trainer.commands.models import load_models
 from trainer.commands.options import DemoOptions
 from trainer.demo.race import Models

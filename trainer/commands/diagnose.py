@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.text import Text
 
 from decoding.errors import UserError
+from decoding.files.hub import local_folder
 from decoding.generate import DecodingConfig
 from decoding.measure.markdown import one_line
 from decoding.measure.proof.finding import Finding, all_pass
-from decoding.model.hub import local_folder
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from trainer.commands.check_options import DiagnoseOptions
 from trainer.commands.findings import PRINTED, report, say_findings, summary, write_findings

@@ -16,18 +16,18 @@ from transformers.utils import logging
 
 from decoding.drafters.spec import all_paths
 from decoding.errors import UserError
+from decoding.files.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
+from decoding.files.hub import local_folder, revisions, short_name
 from decoding.measure.markdown import one_line
 from decoding.measure.measurement import Measurement, report_of
 from decoding.measure.methods import EvaluationConfig, settings_of, standard_methods
 from decoding.measure.questions import Asker, Question, evenly, read_questions, waves_of
-from decoding.measure.records import check_identity, open_records, provenances, record_files
+from decoding.measure.records import check_origin, open_records, provenances, record_files
 from decoding.measure.redact import published_command, published_name, without_local_paths
 from decoding.measure.report.page import write_html
 from decoding.measure.report.tables import TerminalReport
 from decoding.measure.results import Report, write_report
 from decoding.measure.samples import samples_of
-from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
-from decoding.model.hub import local_folder, revisions, short_name
 from decoding.model.loading import eos_token_ids
 from trainer.commands.findings import account
 from trainer.commands.models import LoadedModels, load_models, published_specs
@@ -267,4 +267,4 @@ def check_records(options: EvaluateOptions, about: Mapping[str, Any]) -> None:
     if options.restart:
         for file in record_files(options.output):
             file.unlink()
-    check_identity(options.output, identity_of(about))
+    check_origin(options.output, identity_of(about))

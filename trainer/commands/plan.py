@@ -13,19 +13,18 @@ from decoding.drafters.registry import DrafterLoader, named_drafter
 from decoding.drafters.spec import all_paths
 from decoding.dtypes import parse_dtype
 from decoding.errors import UserError
+from decoding.files.fingerprint import prompts_fingerprint, tokenizer_fingerprint
+from decoding.files.hub import revisions
 from decoding.measure.planning.plan_file import plan_fingerprints, read_plan, write_plan
-from decoding.measure.planning.planner import Planner
+from decoding.measure.planning.planner import PlanConfig, Planner
 from decoding.measure.planning.prospects import DEEPEST, Prospects
 from decoding.measure.planning.step_costs import LEAST_GAIN
-from decoding.measure.planning.survey import PlanConfig
-from decoding.measure.planning.views import NAMES, basis, break_even_table, plan_table, published_table, verdicts
+from decoding.measure.planning.views import NAMES, advice, basis, break_even_table, plan_table, published_table
 from decoding.measure.questions import read_prompts
 from decoding.measure.results import as_json
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkDraft
-from decoding.model.fingerprint import prompts_fingerprint, tokenizer_fingerprint
+from decoding.model.dspark_draft import DSparkDraft
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.hub import revisions
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.prompts import set_variables
 from trainer.commands.findings import account
@@ -84,7 +83,7 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
         say(console, basis(plan))
     else:
         wide(console).print(break_even_table(plan), published_table(plan))
-        say(wide(console), *verdicts(plan), *(f"{NAMES[k]} left out: {why}" for k, why in plan["left_out"].items()))
+        say(wide(console), *advice(plan), *(f"{NAMES[k]} left out: {why}" for k, why in plan["left_out"].items()))
     if plan["prompts_left_out"]:
         say(console, f"{plan['prompts_left_out']} prompts left out: they exceed the positions of target or drafters")
     say(console, f"written: {options.output / 'plan.json'}")

@@ -19,9 +19,9 @@ from rich.table import Table
 from decoding.controls import sampling_from_generation_config
 from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.errors import UserError
+from decoding.files.fingerprint import stored_fingerprint
 from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, versions
-from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.loading import eos_token_ids, load_tokenizer
 from decoding.prompts import read_variables, set_variables
 from decoding.rules.sampling import SamplingConfig

@@ -11,6 +11,9 @@ from decoding.drafters import Drafter
 from decoding.drafters.spec import all_paths
 from decoding.dtypes import parse_dtype
 from decoding.errors import UserError
+from decoding.files.fingerprint import prompts_fingerprint, stored_fingerprint
+from decoding.files.gguf_file import source_of
+from decoding.files.hub import local_folder, revisions
 from decoding.generate import DecodingConfig, Engine
 from decoding.measure.proof.finding import Finding, all_pass
 from decoding.measure.proof.greedy import IDENTITY
@@ -18,9 +21,6 @@ from decoding.measure.proof.prove import Effort, EngineWriter, prove
 from decoding.measure.proof.reference import Reference
 from decoding.measure.questions import read_prompts
 from decoding.measure.redact import published_name
-from decoding.model.fingerprint import prompts_fingerprint, stored_fingerprint
-from decoding.model.gguf_file import source_of
-from decoding.model.hub import local_folder, revisions
 from decoding.model.loading import eos_token_ids
 from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from decoding.errors import UserError
-from decoding.model.loading import first_line
+from decoding.errors import UserError, first_line
 from trainer.data.conversations import AnswerKey
 from trainer.files.folders import write_lines
 

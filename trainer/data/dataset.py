@@ -29,9 +29,8 @@ import transformers
 from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
-from decoding.errors import UserError
-from decoding.model.loading import first_line
-from decoding.model.stored import cache_root
+from decoding.errors import UserError, first_line
+from decoding.files.stored import cache_root
 from trainer.data.batch import Example, StoredExamples, chosen, pack
 from trainer.data.chat import TranscriptEncoder
 from trainer.data.conversations import report_unread

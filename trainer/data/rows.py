@@ -19,10 +19,9 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError:
     RemoteEntryNotFoundError,
 )
 
-from decoding.errors import UserError
+from decoding.errors import UserError, first_line
+from decoding.files.hub import HubName, explained, shortened, without_login
 from decoding.jsonl import parse_row, read_lines, read_parquet, without_nulls
-from decoding.model.hub import HubName, explained, shortened, without_login
-from decoding.model.loading import first_line
 from trainer.files.folders import sha256_of
 from trainer.recipe.common import DataSection
 

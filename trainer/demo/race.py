@@ -13,7 +13,7 @@ from decoding.generate import DecodingConfig, Engine
 from decoding.measure.proof.greedy import is_near_tie, margin_of
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
-from decoding.policies import PLAIN, FixedPolicy
+from decoding.policies import NO_DRAFT, FixedPolicy
 from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import common_length
@@ -218,7 +218,7 @@ def race_of(models: Models, form: Form) -> Race:
         raise UserError(f"the prompt has {len(prompt)} characters: use at most {LONGEST_PROMPT}")
     drafter = models.drafter(form.drafter)
     policy = FixedPolicy(whole("depth", form.depth, 1), whole("the tree's nodes", form.nodes, 2))
-    if policy.choose(drafter.budgets, 1) == PLAIN:
+    if policy.choose(drafter.budgets, 1) == NO_DRAFT:
         raise UserError(f"{form.drafter} cannot draft a tree with this depth and number of nodes: raise one of them")
     config = DecodingConfig(
         max_new_tokens=whole("max new tokens", form.max_new_tokens, 1, MOST_NEW_TOKENS),

@@ -10,10 +10,10 @@ from huggingface_hub import constants, get_token
 from packaging.requirements import Requirement
 
 from decoding.dtypes import fast_dtype
+from decoding.files.hub import without_login
+from decoding.files.stored import cache_root
 from decoding.measure.machine import hardware
 from decoding.measure.proof.finding import Finding, note, ok, problem
-from decoding.model.hub import without_login
-from decoding.model.stored import cache_root
 
 _CGROUP = Path("/sys/fs/cgroup")
 _LITTLE_DISK = 10e9

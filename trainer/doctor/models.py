@@ -12,6 +12,11 @@ from transformers import PreTrainedTokenizerBase
 from decoding.drafters.registry import DrafterLoader, weights_of
 from decoding.drafters.spec import DrafterSpec
 from decoding.errors import UserError
+from decoding.files.fingerprint import stored_fingerprint
+from decoding.files.folder import UNREADABLE, adapted_model, check_model_folder, quantisation, reason
+from decoding.files.gguf_file import source_of
+from decoding.files.hub import hub_name, local_folder
+from decoding.files.stored import CONFIG_NAME, check_tensors, read_object, weights_header
 from decoding.generate import DecodingConfig, Engine
 from decoding.measure.markdown import one_line
 from decoding.measure.proof.finding import Finding, all_pass, note, ok, problem
@@ -19,25 +24,18 @@ from decoding.measure.proof.greedy import greedy_identity
 from decoding.measure.proof.reference import EngineText, Reference
 from decoding.model.architecture import abilities, why_no_chains
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import read_described
 from decoding.model.dspark_config import read_dspark_config
-from decoding.model.eagle3 import read_described as read_eagle3
+from decoding.model.dspark_draft import read_described
 from decoding.model.eagle3_config import read_eagle3_config
-from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.folder import adapted_model, check_model_folder, quantisation
-from decoding.model.gguf_file import source_of
+from decoding.model.eagle3_draft import read_described as read_eagle3
 from decoding.model.heads import read_config
-from decoding.model.hub import hub_name, local_folder
 from decoding.model.loading import (
-    UNREADABLE,
     check_same_tokenizer,
     eos_token_ids,
     load_model,
     load_tokenizer,
     model_without_weights,
-    reason,
 )
-from decoding.model.stored import CONFIG_NAME, check_tensors, read_object, weights_header
 from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig
 from trainer.doctor.machine import size

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkDraft
-from decoding.model.eagle3 import Eagle3Draft
+from decoding.model.dspark_draft import DSparkDraft
+from decoding.model.eagle3_draft import Eagle3Draft
 from decoding.model.forward import lm_head_input, run_in_lm_head
 from trainer.data.batch import Batch, flat_rows
 from trainer.drafts.start import InitialDraft, write_draft

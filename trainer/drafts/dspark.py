@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter, DSparkDrafter
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSpark, DSparkDraft
 from decoding.model.dspark_config import DSparkConfig
+from decoding.model.dspark_draft import DSparkDraft, PairedDSpark
 from decoding.model.forward import unscaled_embeddings
 from decoding.model.vocabulary import over_vocabulary
 from decoding.rules.best_tree import best_tree
@@ -115,7 +115,7 @@ def labels_of(batch: Batch, blocks: Blocks, slots: int) -> Labels:
 
 
 class BlockInputs(NamedTuple):
-    """The arguments of `decoding.model.dspark.DSparkDraft` for all blocks of a batch."""
+    """The arguments of `decoding.model.dspark_draft.DSparkDraft` for all blocks of a batch."""
 
     tokens: Int[Tensor, "batch slots"]
     text_positions: Int[Tensor, "batch positions"]
@@ -337,7 +337,7 @@ class DSparkObjective:
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
         """Fit the tree to the draft: the paths most often right on greedy texts of the target."""
         if self._section.tree_nodes:
-            accuracies = rank_accuracies(DSpark(self.writing_draft(), target), texts())
+            accuracies = rank_accuracies(PairedDSpark(self.writing_draft(), target), texts())
             self.module.draft.config = replace(self._config, tree=best_tree(accuracies, self._section.tree_nodes))
 
     def save(self, folder: Path) -> None:
@@ -345,7 +345,7 @@ class DSparkObjective:
 
 
 @torch.inference_mode()
-def rank_accuracies(dspark: DSpark, texts: Sequence[tuple[Sequence[int], int]]) -> list[list[float]]:
+def rank_accuracies(dspark: PairedDSpark, texts: Sequence[tuple[Sequence[int], int]]) -> list[list[float]]:
     """Return the share of labels at depth d that are the draft's rank-r token, at ``[d][r]`` (both from 0).
 
     ``texts`` are pairs of tokens and prompt length; each new token is once the root of a tree.
@@ -357,7 +357,7 @@ def rank_accuracies(dspark: DSpark, texts: Sequence[tuple[Sequence[int], int]]) 
 
 @torch.inference_mode()
 def block_logits(
-    dspark: DSpark, online: OnlineTarget, tokens: Sequence[int], prompt_length: int
+    dspark: PairedDSpark, online: OnlineTarget, tokens: Sequence[int], prompt_length: int
 ) -> Iterator[tuple[int, Int[Tensor, " labels"], Float[Tensor, "labels vocab"]]]:
     """Yield each depth (from 0), its labels and logits, with a block after every new token of a text.
 

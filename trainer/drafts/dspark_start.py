@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkDraft
 from decoding.model.dspark_config import HEAD_DIMS, DSparkConfig
+from decoding.model.dspark_draft import DSparkDraft
 from decoding.model.loading import eos_token_ids, load_dspark
 from trainer.data.batch import Example
 from trainer.processes import from_first

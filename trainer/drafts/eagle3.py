@@ -26,12 +26,12 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.drafters import Drafter
 from decoding.errors import UserError
+from decoding.files.stored import CONFIG_NAME
 from decoding.model.causal_lm import CausalLM
-from decoding.model.eagle3 import Eagle3Draft
 from decoding.model.eagle3_config import Eagle3Config, default_layers, usual_layers
+from decoding.model.eagle3_draft import Eagle3Draft
 from decoding.model.forward import unscaled_embeddings
 from decoding.model.loading import load_eagle3
-from decoding.model.stored import CONFIG_NAME
 from trainer.data.batch import Batch, Example, flat_rows
 from trainer.drafts.distill import drafter_of
 from trainer.drafts.dspark import Blocks, DSparkAhead, Labels, labels_of, sample_blocks

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from decoding.files.fingerprint import fingerprint
+from decoding.files.hub import local_folder
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkDraft
 from decoding.model.dspark_config import GPU_HEAD_DIMS, DSparkConfig
-from decoding.model.eagle3 import Eagle3Draft
-from decoding.model.fingerprint import fingerprint
-from decoding.model.hub import local_folder
+from decoding.model.dspark_draft import DSparkDraft
+from decoding.model.eagle3_draft import Eagle3Draft
 from trainer.data.batch import Example
 from trainer.data.dataset import Dataset
 from trainer.drafts.distill import DistillObjective, OnlineTeacher, TeacherSource

@@ -19,22 +19,11 @@ from transformers import (
 )
 
 from decoding.errors import UserError
+from decoding.files.folder import read_output_tokens, reason, write_output_tokens
+from decoding.files.stored import check_finite
 from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import (
-    check_same_tokenizer,
-    dspark_folder,
-    eagle3_folder,
-    load_model,
-    load_tokenizer,
-    reason,
-)
-from decoding.model.stored import check_finite
-from decoding.model.vocabulary import (
-    read_output_tokens,
-    trimmed_vocabulary,
-    with_filled_vocabulary,
-    write_output_tokens,
-)
+from decoding.model.loading import check_same_tokenizer, dspark_folder, eagle3_folder, load_model, load_tokenizer
+from decoding.model.vocabulary import trimmed_vocabulary, with_filled_vocabulary
 from trainer.data.batch import Example
 from trainer.files.transformers4 import write_model
 from trainer.recipe.draft import DraftSection, InitSection

@@ -18,15 +18,15 @@ from huggingface_hub import ModelCardData
 from jinja2 import Environment, StrictUndefined, Template
 
 from decoding.errors import UserError
+from decoding.files import quickstart
+from decoding.files.fingerprint import stored_fingerprint
+from decoding.files.gguf_file import is_gguf
+from decoding.files.stored import read_object
 from decoding.measure.figures import greedy_sentence, is_peer
 from decoding.measure.markdown import code, fenced, text
 from decoding.measure.redact import hub_repository, is_hub_id, without_local_paths
 from decoding.measure.report.tables import markdown_table
 from decoding.measure.results import Figure, ReportRow, report_from_json
-from decoding.model import quickstart
-from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.gguf_file import is_gguf
-from decoding.model.stored import read_object
 from trainer.export.companions import (
     UNKNOWN_TARGET,
     Provenance,

@@ -12,11 +12,11 @@ from typing import Any
 
 from decoding.drafters.registry import parse_drafter
 from decoding.errors import UserError
+from decoding.files.fingerprint import stored_fingerprint
+from decoding.files.stored import CONFIG_NAME, read_object
 from decoding.measure.markdown import one_line
 from decoding.measure.planning.plan_file import read_plan
 from decoding.measure.redact import basename, hub_repository, is_hub_id, without_local_paths
-from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.stored import CONFIG_NAME, read_object
 from decoding.rules.best_tree import Paths
 from decoding.rules.tree import checked_paths
 from trainer.heads.medusa2 import TARGET_FOLDER

@@ -7,10 +7,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.errors import UserError
+from decoding.files.fingerprint import TOKENIZER_PROBE
+from decoding.files.folder import read_output_tokens, write_output_tokens
+from decoding.files.stored import check_finite
 from decoding.model.causal_lm import CausalLM
-from decoding.model.loading import TOKENIZER_PROBE, load_draft, load_model, load_tokenizer
-from decoding.model.stored import check_finite
-from decoding.model.vocabulary import read_output_tokens, write_output_tokens
+from decoding.model.loading import load_draft, load_model, load_tokenizer
 from trainer.export.companions import chain_length
 from trainer.export.readback import Readers, check_bit_equal
 from trainer.export.task import Artefact, ExportTask

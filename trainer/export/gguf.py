@@ -21,14 +21,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from decoding.drafters import Drafter, DraftModelDrafter, DSparkDrafter, Eagle3Drafter
 from decoding.errors import UserError
+from decoding.files.folder import UNREADABLE, read_output_tokens, reason
+from decoding.files.hub import local_folder
+from decoding.files.stored import check_finite
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkDraft
 from decoding.model.dspark_config import read_dspark_config
-from decoding.model.eagle3 import Eagle3Draft
+from decoding.model.dspark_draft import DSparkDraft
 from decoding.model.eagle3_config import read_eagle3_config
-from decoding.model.hub import local_folder
+from decoding.model.eagle3_draft import Eagle3Draft
 from decoding.model.loading import (
-    UNREADABLE,
     eos_token_ids,
     load_draft,
     load_dspark,
@@ -36,10 +37,8 @@ from decoding.model.loading import (
     load_model,
     load_tokenizer,
     model_without_weights,
-    reason,
 )
-from decoding.model.stored import check_finite
-from decoding.model.vocabulary import read_output_tokens, trimmed_vocabulary, with_filled_vocabulary
+from decoding.model.vocabulary import trimmed_vocabulary, with_filled_vocabulary
 from trainer.export.companions import chain_length
 from trainer.export.draft import describe_model, probe_logits
 from trainer.export.gguf_names import draft_metadata, draft_names, draft_tensors, metadata_of, row_order, tensors_of

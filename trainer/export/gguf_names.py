@@ -12,10 +12,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from decoding.errors import UserError
 from decoding.model.architecture import shortest_window
-from decoding.model.dspark import DSparkDraft
 from decoding.model.dspark_config import DSparkConfig
-from decoding.model.eagle3 import Eagle3Draft
+from decoding.model.dspark_draft import DSparkDraft
 from decoding.model.eagle3_config import Eagle3Config
+from decoding.model.eagle3_draft import Eagle3Draft
 
 _Config = PreTrainedConfig | DSparkConfig | Eagle3Config
 ARCHITECTURES = {

@@ -21,6 +21,8 @@ from decoding.drafters.base import Drafter
 from decoding.drafters.medusa import MedusaDrafter
 from decoding.dtypes import default_device
 from decoding.errors import UserError
+from decoding.files.hub import only_cached
+from decoding.files.stored import stored_weights
 from decoding.generate import DecodingConfig, Engine
 from decoding.measure.proof.greedy import is_near_tie, margin_of
 from decoding.measure.redact import basename
@@ -28,9 +30,7 @@ from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.forward import lm_head_input
 from decoding.model.heads import MedusaHeads
-from decoding.model.hub import only_cached
 from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
-from decoding.model.stored import stored_weights
 from decoding.rules.tree import common_length
 from decoding.text import Generation
 from trainer.data.conversations import read_heldout

@@ -12,14 +12,14 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from decoding.files.folder import UNREADABLE
+from decoding.files.gguf_file import is_gguf
+from decoding.files.hub import hub_name, local_folder
+from decoding.files.quickstart import FILE, embedded_file, is_embedded
+from decoding.files.stored import read_object
 from decoding.measure.redact import hub_repository, is_hub_id
 from decoding.model.architecture import shortest_window
 from decoding.model.dspark_config import GPU_HEAD_DIMS, read_dspark_config
-from decoding.model.gguf_file import is_gguf
-from decoding.model.hub import hub_name, local_folder
-from decoding.model.loading import UNREADABLE
-from decoding.model.quickstart import FILE, embedded_file, is_embedded
-from decoding.model.stored import read_object
 from trainer.export import server_traps as traps
 from trainer.export.companions import UNKNOWN_TARGET, ServingPlan, chain_length
 from trainer.export.task import NESTED, Artefact

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from decoding.errors import UserError
+from decoding.files.folder import OUTPUT_TOKENS_KEY
 from decoding.model.dspark_config import DSparkConfig
 from decoding.model.eagle3_config import Eagle3Config
-from decoding.model.vocabulary import OUTPUT_TOKENS_KEY
 from trainer.files.transformers4 import rope_keys
 
 _TAKES_OVER = ("eagle-", "eagle3", "dflash", "dspark")

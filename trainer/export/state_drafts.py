@@ -14,14 +14,14 @@ import torch
 from decoding.drafters.dspark import DSparkDrafter
 from decoding.drafters.eagle3 import Eagle3Drafter
 from decoding.errors import UserError
+from decoding.files.stored import CONFIG_NAME, read_object, read_weights, stored_weights, write_weights
 from decoding.measure.redact import hub_repository
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkDraft
 from decoding.model.dspark_config import SLIDING, DSparkConfig
-from decoding.model.eagle3 import Eagle3Draft
+from decoding.model.dspark_draft import DSparkDraft
 from decoding.model.eagle3_config import Eagle3Config, is_eagle3_folder
+from decoding.model.eagle3_draft import Eagle3Draft
 from decoding.model.loading import load_dspark, load_eagle3
-from decoding.model.stored import CONFIG_NAME, read_object, read_weights, stored_weights, write_weights
 from decoding.model.vocabulary import tokens_of
 from trainer.export.companions import chain_length, target_name
 from trainer.export.readback import Readers, check_bit_equal

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from decoding.errors import UserError
+from decoding.files.folder import is_heads_folder
+from decoding.files.gguf_file import is_gguf
+from decoding.files.hub import hub_name, local_folder
+from decoding.files.quickstart import is_embedded
 from decoding.model.dspark_config import is_dspark_folder
 from decoding.model.eagle3_config import is_eagle3_folder
-from decoding.model.gguf_file import is_gguf
-from decoding.model.hub import hub_name, local_folder
-from decoding.model.loading import is_heads_folder
-from decoding.model.quickstart import is_embedded
 from decoding.rules.best_tree import Paths
 from trainer.files.folders import check_links, scratch_beside
 

@@ -18,7 +18,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from yaml import YAMLError
 
 from decoding.errors import UserError
-from decoding.model.hub import LOG_IN, shortened, without_login
+from decoding.files.hub import LOG_IN, shortened, without_login
 from trainer.files.folders import check_links
 
 CARD_NAME = "README.md"

@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils.logging import disable_progress_bar
 
 from decoding.errors import UserError
-from decoding.model.loading import UNREADABLE
-from decoding.model.stored import SHARD_BYTES, read_object
+from decoding.files.folder import UNREADABLE
+from decoding.files.stored import SHARD_BYTES, read_object
 
 _REMEDY = "write the model again"
 _LOGGER = logging.getLogger(__name__)

@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
 from decoding.errors import UserError
+from decoding.files.hub import local_folder
 from decoding.model.causal_lm import CausalLM
 from decoding.model.forward import lm_head_input
 from decoding.model.heads import MedusaConfig, MedusaHead, MedusaHeads, read_config
-from decoding.model.hub import local_folder
 from decoding.model.vocabulary import over_vocabulary
 from decoding.rules.best_tree import best_tree
 from trainer.data.batch import Batch, flat_rows

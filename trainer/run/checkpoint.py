@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from decoding.errors import UserError
+from decoding.files.stored import non_finite
 from decoding.measure.machine import commit, versions
-from decoding.model.stored import non_finite
 from trainer.files.folders import check_seal, write_folder
 from trainer.run.state import Tensors
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
+from decoding.files.stored import check_finite
 from decoding.generate import DecodingConfig, Engine
-from decoding.measure.compare import verdict
+from decoding.measure.compare import conclusion
 from decoding.measure.measurement import count_steps
 from decoding.metrics import StepCount, acceptance, ratio_of_rates
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
-from decoding.model.stored import check_finite
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.dataset import Dataset, heldout_prompts
 from trainer.job import Job
@@ -180,7 +180,8 @@ class Watch:
         if best.progress == progress:
             return progress
         _, last = self._last
-        found = verdict(ratio_of_rates([(*ours, *theirs) for ours, theirs in zip(best.texts, last.texts, strict=True)]))
+        pairs = [(*ours, *theirs) for ours, theirs in zip(best.texts, last.texts, strict=True)]
+        found = conclusion(ratio_of_rates(pairs))
         if found.kind != "real":
             self._log.note(
                 f"step {best.progress.step} had the best evaluation, {best.figure:.3f} tokens per target pass, but not "

@@ -16,10 +16,9 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, get_available_trackers
 from rich.console import Console
 
-from decoding.errors import UserError
-from decoding.model.hub import shortened
-from decoding.model.loading import first_line
-from decoding.model.stored import read_object
+from decoding.errors import UserError, first_line
+from decoding.files.hub import shortened
+from decoding.files.stored import read_object
 from trainer.files.folders import write_text
 from trainer.learning.spans import StepTimes
 from trainer.recipe.reading import AnyRecipe

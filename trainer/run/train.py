@@ -18,12 +18,12 @@ from rich.console import Console
 from safetensors import safe_open
 
 from decoding.errors import UserError
+from decoding.files.folder import quantisation
+from decoding.files.gguf_file import source_of
+from decoding.files.hub import hub_name, local_folder, revisions
+from decoding.files.stored import check_finite
 from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.redact import hub_repository
-from decoding.model.folder import quantisation
-from decoding.model.gguf_file import source_of
-from decoding.model.hub import hub_name, local_folder, revisions
-from decoding.model.stored import check_finite
 from trainer.data.answers import described_prompts
 from trainer.data.dataset import Dataset, not_held_out
 from trainer.drafts.job import assemble_draft

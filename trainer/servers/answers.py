@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from decoding.errors import UserError
-from decoding.model.loading import first_line
+from decoding.errors import UserError, first_line
 
 CONTROLS = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Values that switch off controls that a server may take from the model's generation config.

@@ -24,8 +24,7 @@ from openai import (
 )
 from pydantic import HttpUrl, ValidationError
 
-from decoding.errors import UserError
-from decoding.model.loading import first_line
+from decoding.errors import UserError, first_line
 from trainer.servers.answers import Completion, completion_of, join_events, read_completion
 
 News = TypeVar("News")

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from decoding.errors import UserError
+from decoding.files.fingerprint import stored_fingerprint
+from decoding.files.folder import UNREADABLE, is_heads_folder, reason
+from decoding.files.stored import read_object
 from decoding.generate import DecodingConfig, Engine
 from decoding.measure.measurement import count_steps
 from decoding.measure.proof.finding import Finding, ok, problem, undecided
@@ -20,9 +23,7 @@ from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_config import is_dspark_folder, read_dspark_config
 from decoding.model.eagle3_config import is_eagle3_folder, read_eagle3_config
-from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.loading import UNREADABLE, check_same_tokenizer, is_heads_folder, load_tokenizer, reason
-from decoding.model.stored import read_object
+from decoding.model.loading import check_same_tokenizer, load_tokenizer
 from decoding.rules.sampling import SamplingConfig
 from trainer.export.companions import trained_for
 from trainer.export.server_traps import misread_keys, other_size, taken_over, too_few_positions, trimmed

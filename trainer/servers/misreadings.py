@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from decoding.errors import UserError
 from decoding.measure.proof.finding import Finding, problem
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSpark, DSparkDraft
 from decoding.model.dspark_config import DSparkConfig
-from decoding.model.eagle3 import Eagle3Draft
+from decoding.model.dspark_draft import DSparkDraft, PairedDSpark
 from decoding.model.eagle3_config import Eagle3Config
+from decoding.model.eagle3_draft import Eagle3Draft
 from decoding.model.forward import unscaled_embeddings
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.vocabulary import over_vocabulary
@@ -82,7 +82,7 @@ def _predicted(weights: Weights, target: CausalLM, online: OnlineTarget | None, 
         for head, logits in enumerate(heads_logits(weights, target, text, len(text))):
             yield head, tokens[head + 2 :][:count], logits[:count]
     elif online is not None and isinstance(weights, DSparkDraft):
-        yield from block_logits(DSpark(weights, target), online, text, 1)
+        yield from block_logits(PairedDSpark(weights, target), online, text, 1)
     elif online is not None and isinstance(weights, Eagle3Draft):
         yield from continued_logits(weights, target, online, text)
 

@@ -14,13 +14,13 @@ from decoding.drafters.eagle3 import Eagle3Drafter
 from decoding.drafters.medusa import MedusaDrafter
 from decoding.drafters.registry import parse_drafter
 from decoding.errors import UserError
+from decoding.files.hub import local_folder
+from decoding.files.stored import read_header, read_object
 from decoding.measure.proof.finding import Finding, ok, problem, undecided
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark import DSparkDraft
+from decoding.model.dspark_draft import DSparkDraft
 from decoding.model.heads import MedusaHeads
-from decoding.model.hub import local_folder
 from decoding.model.loading import load_draft, load_dspark, load_eagle3, load_heads, load_model
-from decoding.model.stored import read_header, read_object
 from trainer.servers.misreadings import Weights, depths_of, guesses
 
 TOP_1 = "the draft's top-1"

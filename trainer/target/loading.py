@@ -15,9 +15,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from decoding.dtypes import parse_dtype
 from decoding.errors import UserError
+from decoding.files.fingerprint import stored_fingerprint
 from decoding.model.architecture import max_positions, why_no_chains
 from decoding.model.causal_lm import CausalLM
-from decoding.model.fingerprint import stored_fingerprint
 from decoding.model.forward import capture_lm_head_input, capture_taps, lm_head_input
 from decoding.model.loading import eos_token_ids, load_config, load_model, load_tokenizer
 from trainer.data.batch import Batch, check_documents_are_apart
@@ -37,7 +37,7 @@ class StoredTarget:
     dtype: torch.dtype
     """The dtype to load it in."""
     fingerprint: str
-    """`decoding.model.fingerprint.stored_fingerprint` of its weights."""
+    """`decoding.files.fingerprint.stored_fingerprint` of its weights."""
     tokenizer: PreTrainedTokenizerBase
 
     def loaded(self, model: CausalLM) -> "Target":

@@ -57,7 +57,7 @@ class Identity(ABC):
     """The recipe's key for the folder."""
 
     target: str
-    """`decoding.model.fingerprint.stored_fingerprint` of the target."""
+    """`decoding.files.fingerprint.stored_fingerprint` of the target."""
     tokenizer: str
     data: str
     vocab_size: int

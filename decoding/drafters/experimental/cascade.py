@@ -21,8 +21,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from decoding.drafters.base import Drafter, DraftRequest, RowsSession, TextStart, chain_budgets
-from decoding.drafters.draft_model import DraftModelSession
-from decoding.drafters.draft_state import DraftState
+from decoding.drafters.draft_model import DraftModelSession, DraftState
 from decoding.drafters.growth import Growth, StaticTree
 from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
@@ -93,33 +92,29 @@ class CascadeSession(RowsSession):
         self._starts: dict[int, TextStart] = {}
         self._texts: dict[int, list[int]] = {}
 
-    def admit(self, slot: int, start: TextStart) -> None:
-        super().admit(slot, start)
-        self._guesser.admit(slot, start)
-        self._starts[slot], self._texts[slot] = start, []
+    def admit(self, row: int, start: TextStart) -> None:
+        super().admit(row, start)
+        self._guesser.admit(row, start)
+        self._starts[row], self._texts[row] = start, []
 
-    def move(self, slot: int, to: int) -> None:
-        super().move(slot, to)
-        self._guesser.move(slot, to)
-        self._starts[to], self._texts[to] = self._starts.pop(slot), self._texts.pop(slot)
+    def move(self, row: int, to: int) -> None:
+        super().move(row, to)
+        self._guesser.move(row, to)
+        self._starts[to], self._texts[to] = self._starts.pop(row), self._texts.pop(row)
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         depths = [min(request.max_depth, request.max_nodes - 1, self._drafter.tokens) for request in requests]
         if any(depth > 0 for depth in depths):
             for row, request in enumerate(requests):
-                self._follow(row, request.tokens)
+                # Drop from both drafts what the target rejected of the chain drafted last.
+                if (common := common_length(self._texts[row], request.tokens)) < len(self._texts[row]):
+                    self._rewind(row, common)
+                    for state in (self._large, self._small):
+                        state.rows.admit(row, self._starts[row])  # a history only grows
+                self._texts[row] = list(request.tokens)
             return self._draft(requests, depths)
         return [Proposal.root_only(request.tokens[-1], self._drafter.draft.device) for request in requests]
-
-    def _follow(self, row: int, tokens: Sequence[int]) -> None:
-        """Drop from both drafts what the target rejected of the chain drafted last."""
-        common = common_length(self._texts[row], tokens)
-        if common < len(self._texts[row]):
-            self._rewind(row, common)
-            for state in (self._large, self._small):
-                state.rows.admit(row, self._starts[row])  # a history only grows
-        self._texts[row] = list(tokens)
 
     def _rewind(self, row: int, length: int) -> None:
         for state in (self._large, self._small):

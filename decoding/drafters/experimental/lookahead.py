@@ -63,11 +63,11 @@ class LookaheadSession:
         self._drafter, self._device = drafter, device
         self._windows: dict[int, _Window] = {}
 
-    def admit(self, slot: int, start: TextStart) -> None:
-        self._windows[slot] = _Window(self._drafter, start.prompt_length)
+    def admit(self, row: int, start: TextStart) -> None:
+        self._windows[row] = _Window(self._drafter, start.prompt_length)
 
-    def move(self, slot: int, to: int) -> None:
-        self._windows[to] = self._windows.pop(slot)
+    def move(self, row: int, to: int) -> None:
+        self._windows[to] = self._windows.pop(row)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         trees = [self._windows[row].grow(request, self._device) for row, request in enumerate(requests)]

@@ -54,7 +54,9 @@ class OtherTokenizerDrafter(TextDrafter):
         self.label_with_size = f"{self.name}, {tokens} tokens"
         self.special_tokens = frozenset(draft_tokenizer.all_special_ids)
         """Special tokens of the draft; tokens after one of them do not continue the text."""
-        self.prefix = _prefix(draft_tokenizer)
+        bare, framed = _encode(draft_tokenizer, "a"), list(draft_tokenizer("a")["input_ids"])
+        starts = (start for start in range(len(framed)) if framed[start : start + len(bare)] == bare)
+        self.prefix: tuple[int, ...] = tuple(framed[: next(starts, 0)])
         """Tokens that the draft's tokenizer puts before any text, such as a BOS token."""
         known = draft_tokenizer.get_vocab()
         specials = zip(target_tokenizer.all_special_tokens, target_tokenizer.all_special_ids, strict=True)
@@ -141,9 +143,3 @@ def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return tokens
-
-
-def _prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    bare, framed = _encode(tokenizer, "a"), list(tokenizer("a")["input_ids"])
-    starts = (start for start in range(len(framed)) if framed[start : start + len(bare)] == bare)
-    return tuple(framed[: next(starts, 0)])

@@ -114,11 +114,11 @@ class RankCounts:
         shares: list[list[float]] = []
         while (len(shares), 0) in self.trials:
             depth = len(shares)
-            found: list[float] = []
+            of_ranks: list[float] = []
             prior = shares[-1][0] if shares else 0.5
-            while (depth, len(found)) in self.trials:
-                key = depth, len(found)
-                found.append((self.hits[key] + _PRIOR_TRIALS * prior) / (self.trials[key] + _PRIOR_TRIALS))
-                prior = _FALL * found[-1]
-            shares.append(found)
+            while (depth, len(of_ranks)) in self.trials:
+                key = depth, len(of_ranks)
+                of_ranks.append((self.hits[key] + _PRIOR_TRIALS * prior) / (self.trials[key] + _PRIOR_TRIALS))
+                prior = _FALL * of_ranks[-1]
+            shares.append(of_ranks)
         return shares

@@ -10,11 +10,11 @@ from typing import Any
 from decoding.drafters.registry import parse_drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.errors import UserError
+from decoding.files.fingerprint import stored_fingerprint
+from decoding.files.hub import short_name
+from decoding.files.stored import read_object
 from decoding.measure.machine import hardware
 from decoding.measure.planning.step_costs import LEAST_GAIN
-from decoding.model.fingerprint import stored_fingerprint
-from decoding.model.hub import short_name
-from decoding.model.stored import read_object
 
 FORMAT = "headstart plan 1"
 _KEYS = frozenset({"cells", "curves", "drafters", "dtype", "fingerprints", "hardware", "temperature"})
@@ -73,9 +73,9 @@ class Plan:
         known = self.content["fingerprints"]
         weights = [(parse_drafter(spec).path, fingerprint) for spec, fingerprint in known["drafters"].items()]
         for path, fingerprint in ((target, known["target"]), *weights):
-            if path is not None and (found := stored_fingerprint(path, trusted)) != fingerprint:
+            if path is not None and (present := stored_fingerprint(path, trusted)) != fingerprint:
                 raise UserError(
-                    f"{self.name} was made with weights {fingerprint}, but {short_name(path)} has {found}: "
+                    f"{self.name} was made with weights {fingerprint}, but {short_name(path)} has {present}: "
                     f"{_REMEDY} with these weights"
                 )
         if hardware() != self.content["hardware"]:
@@ -89,10 +89,10 @@ class Plan:
 
     def choice(self, batch_size: int) -> dict[str, Any] | None:
         """Return the choice with the greatest speed-up at the nearest batch size; None if plain decoding is fastest."""
-        found: dict[str, Any] = max(
+        fastest: dict[str, Any] = max(
             (choice["best"] for choice in self._choices(batch_size)), key=lambda best: best["speedup"]
         )
-        return found if found["speedup"] >= LEAST_GAIN else None
+        return fastest if fastest["speedup"] >= LEAST_GAIN else None
 
     def _choices(self, batch_size: int) -> list[dict[str, Any]]:
         nearest = min(self.content["cells"], key=lambda cell: abs(math.log(cell["batch_size"] / batch_size)))
@@ -106,11 +106,11 @@ class Plan:
         sizes: only such drafters have a planned tree or depths.
         """
         weights = self.content["fingerprints"]["drafters"]
-        with_them = [each for each in self.content["drafters"] if weights[each["drafter"]] == fingerprint]
+        with_them = [drafter for drafter in self.content["drafters"] if weights[drafter["drafter"]] == fingerprint]
         if not with_them:
             raise UserError(f"{self.name} does not cover the weights to export ({fingerprint}): {_REMEDY}")
-        found: dict[str, Any] = min(with_them, key=lambda each: each["kind"] == "fixed")
-        return found
+        drafter: dict[str, Any] = min(with_them, key=lambda drafter: drafter["kind"] == "fixed")
+        return drafter
 
     def best_of(self, spec: str) -> dict[str, Any]:
         """Return the choice at batch size 1 for the drafter with this spec in the plan."""

@@ -1,19 +1,109 @@
 """The planner: measures acceptance and costs, then chooses a form of each drafter at every batch size."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
+from decoding.drafters.base import Drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.errors import UserError
-from decoding.generate import Engine
-from decoding.measure.planning.forms import Family, Load, RankCounts, family_of
-from decoding.measure.planning.step_costs import Candidate, Prediction, StepCosts, best, depth_by_batch_size
-from decoding.measure.planning.survey import CostSurvey, PlanConfig
+from decoding.generate import DecodingConfig, Engine
+from decoding.measure.planning.forms import DEEPEST_CHAIN, Family, Load, RankCounts, family_of
+from decoding.measure.planning.step_costs import (
+    Candidate,
+    Prediction,
+    StepCosts,
+    best,
+    depth_by_batch_size,
+    survey_steps,
+)
 from decoding.metrics import StepCount, tokens_per_pass
 from decoding.model.causal_lm import CausalLM
+from decoding.model.cost_curve import measure_costs
 from decoding.policies import Budget
 from decoding.rules.best_tree import Paths, best_tree, expected_accepted
+from decoding.rules.sampling import SamplingConfig
+
+SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Numbers of tokens in the measured passes. Except for 1, they are also the sizes of the tried trees with the root."""
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Settings of a plan.
+
+    ``seconds`` limits each measurement of costs; there is one for each drafter and batch size.
+    """
+
+    batch_sizes: tuple[int, ...] = (1, 8)
+    temperature: float = 0.0
+    max_new_tokens: int = 96
+    most_nodes: int = 64
+    eos_token_ids: tuple[int, ...] = ()
+    seconds: float = 2.0
+    sizes: tuple[int, ...] = SIZES
+
+    @property
+    def deepest(self) -> int:
+        """Depth of the longest chain tried with a draft model; a text must have room for two such chains."""
+        return max(1, min(DEEPEST_CHAIN, self.max_new_tokens // 2))
+
+    @property
+    def decoding(self) -> DecodingConfig:
+        sampling = SamplingConfig(temperature=self.temperature)
+        return DecodingConfig(self.max_new_tokens, sampling, eos_token_ids=self.eos_token_ids)
+
+
+class CostSurvey:
+    """Measurement of costs with several drafters. It calls ``advance`` after the curve and after each drafter.
+
+    Prompts that, together with their new tokens, are too long for the target or a drafter are left out.
+    """
+
+    def __init__(
+        self, target: CausalLM, drafters: Sequence[Drafter], prompts: Sequence[Sequence[int]], config: PlanConfig
+    ) -> None:
+        """Raise UserError if no prompt fits."""
+        self.target, self.drafters, self.config = target, drafters, config
+        self.advance: Callable[[], Any] = lambda: None
+        limits = [target.max_positions, *(drafter.max_positions for drafter in drafters)]
+        longest = min((limit for limit in limits if limit is not None), default=None)
+        self.prompts = [
+            prompt for prompt in prompts if longest is None or len(prompt) + config.max_new_tokens <= longest
+        ]
+        if not self.prompts:
+            raise UserError(
+                f"no prompt and {config.max_new_tokens} new tokens fit into the {longest} tokens that target and "
+                "drafters support: use shorter prompts or lower --max-new-tokens"
+            )
+        self._text_tokens = round(fmean(map(len, self.prompts)) + config.max_new_tokens / 2)
+
+    def about(self) -> dict[str, Any]:
+        """Return the settings as JSON values."""
+        return {
+            "temperature": self.config.temperature,
+            "max_new_tokens": self.config.max_new_tokens,
+            "prompts": len(self.prompts),
+            "seconds": self.config.seconds,
+            "text_tokens": self._text_tokens,
+        }
+
+    def costs_at(self, rows: int) -> tuple[dict[str, Any], list[StepCosts]]:
+        """Measure at a batch size; return the target's passes as JSON values, and the costs with each drafter."""
+        # Passes up to the largest draft of any drafter.
+        largest, seconds = max(drafter.max_nodes for drafter in self.drafters), self.config.seconds
+        sizes = self.config.sizes[: 1 + sum(size < largest for size in self.config.sizes)]
+        prefix = self._text_tokens
+        curve = measure_costs(self.target, sizes, prefix=prefix, rows=rows, repeats=9, seconds=seconds)
+        self.advance()
+        costs = []
+        for drafter in self.drafters:
+            steps = survey_steps(self.target, drafter, self.prompts, self.config.decoding, rows, seconds=seconds)
+            costs.append(StepCosts(steps, curve))
+            self.advance()
+        return {"batch_size": rows, "seconds": {str(size): value for size, value in curve.items()}}, costs
+
 
 _LEAST_TO_SPLIT = 8
 """With this many prompts or more, trees are chosen on one half of them and judged on the other half."""
@@ -66,15 +156,15 @@ class Planner(CostSurvey):
         for rows in self.config.batch_sizes:
             curve, costs = self.costs_at(rows)
             curves.append(curve)
-            for each, found in zip(measured, costs, strict=True):
-                each.costs[rows] = found
-            choices.append({"batch_size": rows, "choices": [self._choice(each, rows) for each in measured]})
+            for family_measured, family_costs in zip(measured, costs, strict=True):
+                family_measured.costs[rows] = family_costs
+            choices.append({"batch_size": rows, "choices": [self._choice(family, rows) for family in measured]})
             self.advance()
         return {
             **self.about(),
             "halves": [len(half) for half in self._halves],
             "curves": curves,
-            "drafters": [_described(each) for each in measured],
+            "drafters": [_described(family) for family in measured],
             "cells": choices,
         }
 
@@ -116,7 +206,7 @@ class Planner(CostSurvey):
         shares = counts.shares()
         if not shares:  # every text ended at once
             raise UserError("every text was too short for a whole tree: raise --max-new-tokens or use other prompts")
-        found: dict[Paths, Candidate] = {}
+        by_tree: dict[Paths, Candidate] = {}
         most = self.config.most_nodes
         tried = [size for size in sorted({*self.config.sizes, most}) if size <= most]
         for depth in range(1, len(shares) + 1):
@@ -125,38 +215,38 @@ class Planner(CostSurvey):
             for paths in (straight, *(best_tree(shares[:depth], nodes) for nodes in sizes)):
                 if paths and max(map(len, paths)) == depth:
                     tokens = 1 + expected_accepted(paths, shares)
-                    found[paths] = Candidate(family.of_tree(paths), Budget(depth, 1 + len(paths)), tokens, paths)
-        return list(found.values())
+                    by_tree[paths] = Candidate(family.of_tree(paths), Budget(depth, 1 + len(paths)), tokens, paths)
+        return list(by_tree.values())
 
-    def _judged(self, measured: MeasuredFamily, found: Prediction) -> Prediction:
+    def _judged(self, measured: MeasuredFamily, prediction: Prediction) -> Prediction:
         """Replace a tree's predicted tokens per pass by its measured ones, on prompts not used to choose it."""
         if measured.family.kind != "tree":
-            return found
-        spec = found.candidate.spec
+            return prediction
+        spec = prediction.candidate.spec
         if str(spec) not in self._tokens:
             steps, _ = self.decode(Family(spec, "tree", self.load(spec)), self._halves[1])
             self._tokens[str(spec)] = tokens_per_pass(steps)
-        return replace(found, candidate=replace(found.candidate, tokens=self._tokens[str(spec)]))
+        return replace(prediction, candidate=replace(prediction.candidate, tokens_per_pass=self._tokens[str(spec)]))
 
     # --- costs and choice ---------------------------------------------------------------------------------------------
 
     def _choice(self, measured: MeasuredFamily, rows: int) -> dict[str, Any]:
         costs = measured.costs[rows]
-        found = self._judged(measured, best(measured.candidates, costs))
+        prediction = self._judged(measured, best(measured.candidates, costs))
         straight = self._judged(measured, best(measured.chains, costs)) if measured.chains else None
-        if straight is not None and straight.speedup > found.speedup:  # possible: judged on other prompts
-            found = straight
+        if straight is not None and straight.speedup > prediction.speedup:  # possible: judged on other prompts
+            prediction = straight
         return {
             "drafter": str(measured.family.spec),
             "plain_seconds": costs.plain,
-            "best": _form(found),
+            "best": _form(prediction),
             "best_chain": None if straight is None else _form(straight),
         }
 
 
 def _described(measured: MeasuredFamily) -> dict[str, Any]:
     family = measured.family
-    chains = {candidate.budget.depth: candidate.tokens for candidate in measured.chains}
+    chains = {candidate.budget.depth: candidate.tokens_per_pass for candidate in measured.chains}
     return {
         "drafter": str(family.spec),
         "kind": family.kind,
@@ -164,14 +254,14 @@ def _described(measured: MeasuredFamily) -> dict[str, Any]:
     }
 
 
-def _form(found: Prediction) -> dict[str, Any]:
-    candidate = found.candidate
+def _form(prediction: Prediction) -> dict[str, Any]:
+    candidate = prediction.candidate
     return {
         "spec": str(candidate.spec),
         **candidate.budget._asdict(),
         "tree": [list(path) for path in candidate.tree],
-        "tokens_per_pass": candidate.tokens,
-        "seconds": found.step._asdict(),
-        "cost": found.cost,
-        "speedup": found.speedup,
+        "tokens_per_pass": candidate.tokens_per_pass,
+        "seconds": prediction.step._asdict(),
+        "cost": prediction.cost,
+        "speedup": prediction.speedup,
     }

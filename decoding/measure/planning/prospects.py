@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from decoding.drafters.base import Drafter
 from decoding.drafters.spec import DrafterSpec
+from decoding.measure.planning.planner import CostSurvey, PlanConfig
 from decoding.measure.planning.step_costs import Candidate, StepCosts, best
-from decoding.measure.planning.survey import CostSurvey, PlanConfig
 from decoding.metrics import break_even
 from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
@@ -78,11 +78,11 @@ def outlook(costs: Mapping[str, StepCosts], published: Sequence[Published] = PUB
         steps = [measured.step(Budget(depth, depth + 1)).total / measured.plain for depth in range(1, DEEPEST + 1)]
         least = [break_even({depth: cost}) for depth, cost in enumerate(steps, start=1)]
         drafts.append({"draft": kind, "plain_seconds": measured.plain, "cost": steps, "break_even": least})
-    for each in published:
-        if each.draft in costs:
-            found = best(_chains(each), costs[each.draft])
-            depth, tokens = found.candidate.budget.depth, found.candidate.tokens
-            reached.append({**each._asdict(), "depth": depth, "tokens_per_pass": tokens, "speedup": found.speedup})
+    for entry in published:
+        if entry.draft in costs:
+            chosen = best(_chains(entry), costs[entry.draft])
+            depth, tokens = chosen.candidate.budget.depth, best_chain.candidate.tokens_per_pass
+            reached.append({**entry._asdict(), "depth": depth, "tokens_per_pass": tokens, "speedup": chosen.speedup})
     return {"drafts": drafts, "published": reached}
 
 

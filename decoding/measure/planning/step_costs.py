@@ -20,7 +20,7 @@ from decoding.generate import DecodingConfig, Engine
 from decoding.metrics import StepCount, predicted_speedup
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import pass_over
-from decoding.policies import PLAIN, Budget
+from decoding.policies import NO_DRAFT, Budget
 from decoding.rules.best_tree import Paths
 
 LEAST_GAIN = 1.02
@@ -59,12 +59,12 @@ class StepSurvey:
     def __init__(self, budgets: Sequence[Budget], rows: int, samples: int) -> None:
         """Plan a survey that ends when every budget has ``samples`` steps with all ``rows``."""
         # Plain steps come before each pair of budgets, because every speed-up depends on their seconds.
-        order = [turn for index in range(0, len(budgets), 2) for turn in (PLAIN, *budgets[index : index + 2])]
+        order = [turn for index in range(0, len(budgets), 2) for turn in (NO_DRAFT, *budgets[index : index + 2])]
         self._turns: Iterator[Budget] = cycle([budget for budget in order for _ in range(BLOCK)])
         self._left = _ROUNDS * len(order) * BLOCK
         self._rows, self._samples = rows, samples
-        self._found: defaultdict[Budget, list[tuple[int, StepSeconds]]] = defaultdict(list)
-        self._wanted = (PLAIN, *budgets)
+        self._seconds: defaultdict[Budget, list[tuple[int, StepSeconds]]] = defaultdict(list)
+        self._wanted = (NO_DRAFT, *budgets)
         self._last: Budget | None = None
 
     def is_done(self, in_time: bool = True) -> bool:
@@ -74,7 +74,7 @@ class StepSurvey:
         """
         if not in_time and self._left <= 0:
             return True
-        return all(len(self._found[budget]) >= (self._samples if in_time else 1) for budget in self._wanted)
+        return all(len(self._seconds[budget]) >= (self._samples if in_time else 1) for budget in self._wanted)
 
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
         self._left -= 1
@@ -86,11 +86,11 @@ class StepSurvey:
         no_room = any(step.room < budget.depth for step in steps)
         if not (first or no_room or len(steps) < self._rows or budget not in self._wanted):
             drafted = sum(step.drafted for step in steps)
-            self._found[budget].append((drafted, StepSeconds(draft, verify, total - draft - verify)))
+            self._seconds[budget].append((drafted, StepSeconds(draft, verify, total - draft - verify)))
 
     def seconds(self) -> dict[Budget, StepSeconds]:
         """Return the typical seconds of each budget's steps."""
-        return {budget: _typical(found) for budget, found in self._found.items() if found}
+        return {budget: _typical(steps) for budget, steps in self._seconds.items() if steps}
 
 
 def _typical(samples: Sequence[tuple[int, StepSeconds]]) -> StepSeconds:
@@ -124,7 +124,7 @@ def survey_steps(
     Raises UserError if the texts are too short for all budgets.
     """
     budgets = drafter.budgets_on(target)
-    fitting = [each for each in budgets if each.depth <= config.max_new_tokens // 2] or budgets[:1]
+    fitting = [budget for budget in budgets if budget.depth <= config.max_new_tokens // 2] or budgets[:1]
     spaced = [fitting[round(index * (len(fitting) - 1) / (_SIZES - 1))] for index in range(_SIZES)]
     survey = StepSurvey(list(dict.fromkeys(spaced)), rows, samples)
     texts = list(islice(cycle(prompts), max(_MOST_TEXTS, 8 * rows)))
@@ -133,13 +133,13 @@ def survey_steps(
         spent += 0.0 if step.is_prefill else step.total_seconds
         if survey.is_done() or (spent > seconds and survey.is_done(in_time=False)):
             break
-    found = survey.seconds()
-    if PLAIN not in found or len(found) == 1:
+    measured = survey.seconds()
+    if NO_DRAFT not in measured or len(measured) == 1:
         raise UserError(
             f"texts of {config.max_new_tokens} new tokens are too short to measure drafts of "
             f"{drafter.max_depth} tokens: raise --max-new-tokens or use other prompts"
         )
-    return found
+    return measured
 
 
 # --- modelled ---------------------------------------------------------------------------------------------------------
@@ -149,24 +149,24 @@ def survey_steps(
 class StepCosts:
     """Seconds of a step with one drafter at one batch size, for every depth and number of nodes.
 
-    ``found`` holds the measured steps, including `PLAIN`. ``curve`` maps a target pass's tokens to its seconds. Other
-    sizes are fitted: drafting is linear in depth and nodes, overhead is linear in nodes, and verifying is linear in the
-    seconds that ``curve`` predicts for the pass.
+    ``measured`` includes `NO_DRAFT`. ``curve`` maps a target pass's tokens to its seconds. Other sizes are fitted:
+    drafting is linear in depth and nodes, overhead is linear in nodes, and verifying is linear in the seconds that
+    ``curve`` predicts for the pass.
     """
 
-    found: Mapping[Budget, StepSeconds]
+    measured: Mapping[Budget, StepSeconds]
     curve: Mapping[int, float]
 
     @property
     def plain(self) -> float:
         """Seconds of a step of plain decoding, its overhead included."""
-        return self.found[PLAIN].total
+        return self.measured[NO_DRAFT].total
 
     def step(self, budget: Budget) -> StepSeconds:
         """Return the seconds of a step that drafts a tree of this depth and number of nodes, including the root."""
-        if budget == PLAIN:
-            return self.found[PLAIN]
-        drafts = {size: held for size, held in self.found.items() if size != PLAIN}
+        if budget == NO_DRAFT:
+            return self.measured[NO_DRAFT]
+        drafts = {size: held for size, held in self.measured.items() if size != NO_DRAFT}
         if len(drafts) == 1 and budget in drafts:  # a drafter with one size needs no fit
             return drafts[budget]
         chains = all(size.nodes == size.depth + 1 for size in drafts)
@@ -176,22 +176,22 @@ class StepCosts:
         )
         overhead = _fitted([((size.nodes,), held.overhead) for size, held in drafts.items()], (budget.nodes,))
         verify = _fitted(
-            [((pass_over(self.curve, size.nodes),), held.verify) for size, held in self.found.items()],
+            [((pass_over(self.curve, size.nodes),), held.verify) for size, held in self.measured.items()],
             (pass_over(self.curve, budget.nodes),),
         )
         return StepSeconds(draft, verify, overhead)
 
 
 def _fitted(points: Sequence[tuple[Sequence[float], float]], at: Sequence[float]) -> float:
-    """Fit a linear function by least squares of relative errors, and return its value ``at`` a place, at least 0.
+    """Fit a linear function by least squares of relative errors, and return its value ``at`` a point, at least 0.
 
     A slope is 0 if the fitted slope is negative or if the points do not determine it.
     """
-    used = [axis for axis in range(len(at)) if len({place[axis] for place, _ in points}) > 1]
+    used = [axis for axis in range(len(at)) if len({point[axis] for point, _ in points}) > 1]
     values = torch.tensor([value for _, value in points], dtype=torch.float64)
     weights = 1 / values.clamp(min=max(1e-9, float(values.max()) / 20))
     while True:
-        rows = [[1.0, *(place[axis] for axis in used)] for place, _ in points]
+        rows = [[1.0, *(point[axis] for axis in used)] for point, _ in points]
         design = torch.tensor(rows, dtype=torch.float64)
         scale = design.abs().amax(0)  # the columns have different units
         solved = (
@@ -217,7 +217,7 @@ class Candidate:
 
     spec: DrafterSpec
     budget: Budget
-    tokens: float
+    tokens_per_pass: float
     tree: Paths = ()
 
     @property
@@ -235,12 +235,12 @@ class Prediction:
 
     @property
     def speedup(self) -> float:
-        """Speed-up S = E / (draft + verify + overhead) with E = `Candidate.tokens`, in steps of plain decoding.
+        """Speed-up S = E / (draft + verify + overhead), in steps of plain decoding with their own overhead.
 
-        A plain step includes its own overhead.
+        E is `Candidate.tokens_per_pass`.
         """
         parts = (part / self.plain for part in self.step)
-        return predicted_speedup(self.candidate.tokens, *parts)
+        return predicted_speedup(self.candidate.tokens_per_pass, *parts)
 
     @property
     def cost(self) -> float:
@@ -250,8 +250,8 @@ class Prediction:
 
 def best(candidates: Sequence[Candidate], costs: StepCosts) -> Prediction:
     """Return the candidate with the greatest speed-up at these costs; among equals, the one with the fewest nodes."""
-    predictions = [Prediction(each, costs.step(each.budget), costs.plain) for each in candidates]
-    return max(predictions, key=lambda found: (found.speedup, -found.candidate.budget.nodes))
+    predictions = [Prediction(candidate, costs.step(candidate.budget), costs.plain) for candidate in candidates]
+    return max(predictions, key=lambda prediction: (prediction.speedup, -prediction.candidate.budget.nodes))
 
 
 def depth_by_batch_size(chains: Mapping[int, float], costs: Mapping[int, StepCosts]) -> list[tuple[int, int, int]]:

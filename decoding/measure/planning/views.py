@@ -24,7 +24,7 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
         fastest = max(choice["best"]["speedup"] for choice in cell["choices"])
         for choice in cell["choices"]:
             form, chain, plain = choice["best"], choice["best_chain"], choice["plain_seconds"]
-            parts = " + ".join(f"{each / plain:.2f}" for each in form["seconds"].values())
+            parts = " + ".join(f"{seconds / plain:.2f}" for seconds in form["seconds"].values())
             pays = form["speedup"] >= LEAST_GAIN
             table.add_row(
                 str(cell["batch_size"]),
@@ -51,7 +51,7 @@ def basis(plan: Mapping[str, Any]) -> str:
     chosen_on, judged_on = plan["halves"]
     others = f"on {chosen_on} of them, judged on the other {judged_on}"
     halves = others if chosen_on < plan["prompts"] else "and judged on all of them"
-    trees = f" (trees chosen {halves})" if any(each["kind"] == "tree" for each in plan["drafters"]) else ""
+    trees = f" (trees chosen {halves})" if any(drafter["kind"] == "tree" for drafter in plan["drafters"]) else ""
     return (
         f"measured: acceptance on {plan['prompts']} prompts, up to {plan['max_new_tokens']} new tokens each{trees}; "
         f"costs for about {plan['seconds']:g} s with each drafter and batch size"
@@ -76,10 +76,10 @@ def break_even_table(plan: Mapping[str, Any]) -> Table:
     heading = _heading("Per-position acceptance needed on this machine, by chain length")
     table = Table("batch", "draft", "size", *depths, title=heading, **_caption(_PAYS))
     for cell in plan["prospects"]:
-        for each in cell["drafts"]:
-            share = plan["parameters"][each["draft"]] / plan["target_parameters"]
-            rates = (NONE if rate is None else f"{rate:.2f}" for rate in each["break_even"])
-            table.add_row(str(cell["batch_size"]), NAMES[each["draft"]], f"{share:.1%}", *rates)
+        for draft in cell["drafts"]:
+            share = plan["parameters"][draft["draft"]] / plan["target_parameters"]
+            rates = (NONE if rate is None else f"{rate:.2f}" for rate in draft["break_even"])
+            table.add_row(str(cell["batch_size"]), NAMES[draft["draft"]], f"{share:.1%}", *rates)
         table.add_section()
     return table
 
@@ -91,28 +91,28 @@ def published_table(plan: Mapping[str, Any]) -> Table:
     heading = _heading("Speed-up here at published acceptance")
     table = Table("published draft", "accepted", *sizes, "source", title=heading, **_caption(_REACHED))
     for row in zip(*(cell["published"] for cell in cells), strict=True):
-        rates, gains = row[0]["rates"], [f"{each['speedup']:.2f}×, chain of {each['depth']}" for each in row]
+        rates, gains = row[0]["rates"], [f"{draft['speedup']:.2f}×, chain of {draft['depth']}" for draft in row]
         accepted = f"{rates[0]:.2f} each" if len(set(rates)) == 1 else " ".join(f"{rate:.2f}" for rate in rates)
         table.add_row(f"{NAMES[row[0]['draft']]}: {row[0]['name']}", accepted, *gains, row[0]["source"])
     return table
 
 
-def verdicts(plan: Mapping[str, Any]) -> list[str]:
+def advice(plan: Mapping[str, Any]) -> list[str]:
     """Return one sentence per batch size that says which kinds of draft are worth training at published acceptance."""
-    found = []
+    sentences = []
     for cell in plan["prospects"]:
-        kinds: dict[str, list[str]] = {verdict: [] for verdict in _VERDICTS}
-        for kind in dict.fromkeys(each["draft"] for each in cell["published"]):
-            gains = sorted(each["speedup"] for each in cell["published"] if each["draft"] == kind)
+        kinds: dict[str, list[str]] = {advised: [] for advised in _ADVICE}
+        for kind in dict.fromkeys(draft["draft"] for draft in cell["published"]):
+            gains = sorted(draft["speedup"] for draft in cell["published"] if draft["draft"] == kind)
             shown = " to ".join(dict.fromkeys(f"{gain:.2f}×" for gain in (gains[0], gains[-1])))
             pays = (gains[0] >= LEAST_GAIN) + (gains[-1] >= LEAST_GAIN)
-            kinds[_VERDICTS[2 - pays]].append(f"{NAMES[kind]} ({shown})")
-        named = (f"{verdict}: {', '.join(names)}" for verdict, names in kinds.items() if names)
-        found.append(f"batch {cell['batch_size']}: {'; '.join(named)}")
-    return found
+            kinds[_ADVICE[2 - pays]].append(f"{NAMES[kind]} ({shown})")
+        named = (f"{advised}: {', '.join(names)}" for advised, names in kinds.items() if names)
+        sentences.append(f"batch {cell['batch_size']}: {'; '.join(named)}")
+    return sentences
 
 
-_VERDICTS = ("worth training", "depends on the texts", "not worth training")
+_ADVICE = ("worth training", "depends on the texts", "not worth training")
 
 
 def _heading(text: str) -> Text:

@@ -21,13 +21,13 @@ def log_probability(reference: Reference, texts: Sequence[EngineText], alpha: fl
     """Compare the mean log-probability of the tokens with its expectation under the target."""
     total, loose = LogProbability.none(), 0
     for text, (p, tokens) in zip(texts, reference.probabilities(texts), strict=True):
-        found = LogProbability.of(p, tokens)
-        if found.impossible:
+        of_text = LogProbability.of(p, tokens)
+        if of_text.impossible:
             (allowed,) = reference.possible([text])
             border = allowed & (p.gather(1, tokens[:, None]).squeeze(1) == 0)
             loose += int(border.sum())
-            found = found._replace(impossible=found.impossible - int(border.sum()))
-        total = total.plus(found)
+            of_text = of_text._replace(impossible=of_text.impossible - int(border.sum()))
+        total = total.plus(of_text)
     p_value, least = total.p_value, total.least_found(alpha)
     seen = (
         f"{total.tokens:,} tokens, mean log-probability {total.shift:+.3f} nats from its expectation "
@@ -88,15 +88,15 @@ def open_beginnings(reference: Reference, texts: Sequence[EngineText], count: in
     At such places a few continuations get most draws. If very many continuations were likely, or only one, counts would
     show little.
     """
-    found = []
+    beginnings = []
     texts = [text for text in texts if text.tokens]
     for text, (p, _) in zip(texts, reference.probabilities(texts), strict=True):
         entropy = -torch.special.xlogy(p, p).sum(1)
         unlike = (entropy - 1).abs()
         windows = unlike.unfold(0, DEPTH, 1).sum(1) if len(unlike) >= DEPTH else unlike[:1]
         index = int(windows.argmin())
-        found.append((float(windows[index]), (*text.prompt, *text.tokens[:index])))
-    return [beginning for _, beginning in sorted(found)[:count]]
+        beginnings.append((float(windows[index]), (*text.prompt, *text.tokens[:index])))
+    return [beginning for _, beginning in sorted(beginnings)[:count]]
 
 
 def next_tokens(
@@ -118,8 +118,8 @@ def next_tokens(
     ]
 
 
-def _of_counts(check: str, found: CountTest, contexts: int, alpha: float) -> Finding:
-    if not found.degrees and found.p_value:
-        return undecided(check, f"{found.draws:,} draws after likely beginnings are too few: use more --draws")
-    seen = f"p {written_p(found.p_value)}: {found.draws:,} draws in {contexts} contexts, {found.degrees} free cells"
-    return judged(check, found.p_value >= alpha, seen, contexts=contexts, **found._asdict())
+def _of_counts(check: str, counts: CountTest, contexts: int, alpha: float) -> Finding:
+    if not counts.degrees and counts.p_value:
+        return undecided(check, f"{counts.draws:,} draws after likely beginnings are too few: use more --draws")
+    seen = f"p {written_p(counts.p_value)}: {counts.draws:,} draws in {contexts} contexts, {counts.degrees} free cells"
+    return judged(check, counts.p_value >= alpha, seen, contexts=contexts, **counts._asdict())

@@ -222,13 +222,13 @@ def verdicts(draft: Draft, decide: Decide, p: ContextModel) -> list[tuple[Propos
     """Return every outcome of drafting and verifying with its probability; only the first run checks tensor shapes."""
     first = draft(EnumeratingSource())
     decide(first, target_rows(first.tree, p), EnumeratingSource())
-    found: list[tuple[Proposal, Verdict, float]] = []
+    weighted: list[tuple[Proposal, Verdict, float]] = []
     with shapes_unchecked():
         for proposal, drafted in outcomes(draft):
             rows = target_rows(proposal.tree, p)
             verified = outcomes(partial(decide, proposal, rows))
-            found += [(proposal, verdict, drafted * chance) for verdict, chance in verified]
-    return found
+            weighted += [(proposal, verdict, drafted * chance) for verdict, chance in verified]
+    return weighted
 
 
 class Enumerated(NamedTuple):
@@ -317,13 +317,13 @@ def prove_rule(rule: Rule, seeds: Sequence[int] = (0, 1)) -> RuleProof:
     longer drafts or more tokens are not detected.
     """
     shapes = CHAINS if rule.chains_only else SHAPES
-    found: dict[str, float] = {}
+    distances: dict[str, float] = {}
     for kind, shape, models, seed in product(
         sorted(rule.kinds, key=lambda kind: kind.value), shapes, ALL_MODELS, seeds
     ):
         depth = SHAPES[shape].max_depth
         p, q = model_pair(models, 3, depth, seed)
         distance = distance_from_target(draft_of(kind, SHAPES[shape], q), rule, p, depth + 1)
-        found[f"{kind.value} {shape}, {models}, seed {seed}"] = distance
-    worst = max(found, key=lambda turn: found[turn])
-    return RuleProof(found[worst], len(found), worst)
+        distances[f"{kind.value} {shape}, {models}, seed {seed}"] = distance
+    worst = max(distances, key=lambda turn: distances[turn])
+    return RuleProof(distances[worst], len(distances), worst)

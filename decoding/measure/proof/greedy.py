@@ -64,18 +64,18 @@ def greedy_identity(reference: Reference, texts: Sequence[EngineText]) -> Findin
     ties = [miss["margin"] for miss in misses if miss["margin"] <= near]
     identical = len(texts) - len({miss["text"] for miss in misses})
     tokens = sum(len(text.tokens) for text in texts)
-    found = f"{identical} of {len(texts)} texts are the target's greedy ones, {tokens:,} tokens"
+    sentence = f"{identical} of {len(texts)} texts are the target's greedy ones, {tokens:,} tokens"
     if ties:
-        found += f"; {len(ties)} near-ties fell the other way, the widest {max(ties):.3g} apart"
+        sentence += f"; {len(ties)} near-ties fell the other way, the widest {max(ties):.3g} apart"
     if faults:
-        found += (
+        sentence += (
             "; {n} tokens are wrong, the first in text {text}, token {position}: {token} was written, but the target's "
             "best is {best}, with a logit {margin:.3g} higher"
         ).format(n=len(faults), **faults[0])
     return judged(
         IDENTITY,
         not faults,
-        found,
+        sentence,
         texts=len(texts),
         tokens=tokens,
         identical=identical,
@@ -101,12 +101,12 @@ def ends(reference: Reference, texts: Sequence[EngineText], max_new_tokens: int)
     lengths = [(len(text.tokens), end_of(text, eos, max_new_tokens)) for text in texts]
     behind, early = sum(length > end for length, end in lengths), sum(length < end for length, end in lengths)
     ended = sum(bool(text.tokens) and text.tokens[-1] in eos for text in texts)
-    found = f"{ended} of {len(texts)} texts end with an EOS, the others at {max_new_tokens} tokens"
+    sentence = f"{ended} of {len(texts)} texts end with an EOS, the others at {max_new_tokens} tokens"
     if behind or early:
         first = next(number for number, (length, end) in enumerate(lengths, start=1) if length != end)
-        found = f"{behind} texts continue after their end and {early} end early; the first is text {first}"
+        sentence = f"{behind} texts continue after their end and {early} end early; the first is text {first}"
     figures = {"texts": len(texts), "ended": ended, "behind_their_end": behind, "early": early}
-    return judged("ends of texts", not behind and not early, found, **figures)
+    return judged("ends of texts", not behind and not early, sentence, **figures)
 
 
 def cut_at_ends(reference: Reference, texts: Sequence[EngineText], max_new_tokens: int) -> list[EngineText]:

@@ -121,12 +121,12 @@ class Cells(NamedTuple):
         draws = counts.sum()
         if float(draws) == 0:
             return torch.zeros(len(_CONCENTRATIONS), dtype=torch.float64)
-        found = []
+        evidence = []
         for concentration in _CONCENTRATIONS:
             prior = concentration * draws * p
-            each = torch.lgamma(prior + counts) - torch.lgamma(prior) - torch.special.xlogy(counts, p)
-            found.append(each.sum() + torch.lgamma(prior.sum()) - torch.lgamma(prior.sum() + draws))
-        return torch.stack(found)
+            log_ratio = torch.lgamma(prior + counts) - torch.lgamma(prior) - torch.special.xlogy(counts, p)
+            evidence.append(log_ratio.sum() + torch.lgamma(prior.sum()) - torch.lgamma(prior.sum() + draws))
+        return torch.stack(evidence)
 
 
 class CountTest(NamedTuple):

@@ -136,7 +136,7 @@ def _acceptance_picture(report: Report, setting: str, rows: Sequence[ReportRow])
     every = methods(report)
     for row in rows:
         figures, style = row.conditional_acceptance, series(every.index(row.method))
-        ends = [(each.value, each.low, each.high) for each in figures]
+        ends = [(figure.value, figure.low, figure.high) for figure in figures]
         value, low, high = ([math.nan if end is None else end for end in column] for column in zip(*ends, strict=True))
         positions = range(1, len(figures) + 1)
         axes.plot(positions, value, **style)

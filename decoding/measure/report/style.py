@@ -107,9 +107,9 @@ def svg(figure: Figure, title: str) -> str:
     """Return the picture as an SVG element for a page with `css`; screen readers read out ``title``."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    found = buffer.getvalue()
-    found = re.sub(r'<g id="[^"]*"', "<g", found[found.index("<svg") :])  # unused ids, repeated in every picture
+    svg = buffer.getvalue()
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :])  # unused ids, repeated in every picture
     for index, colour in enumerate(COLOURS):
-        found = found.replace(colour, f"var(--c{index})")
-    found = found.replace(INK, "currentColor").replace(GRID, "var(--grid, #8a8d91)")
-    return found.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
+        svg = svg.replace(colour, f"var(--c{index})")
+    svg = svg.replace(INK, "currentColor").replace(GRID, "var(--grid, #8a8d91)")
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)

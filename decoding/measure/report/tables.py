@@ -203,8 +203,8 @@ def page_tables(report: Report) -> list[PageTable]:
     ends = ("prompts", "tokens per target pass", "tokens/s", "speed-up")
     loads = []
     if report.served:  # the table of loads contains all figures
-        loads, grid = [each for setting in settings(report) for each in _load_rows(report, setting)], ()
-    found = [
+        loads, grid = [row for setting in settings(report) for row in _load_rows(report, setting)], ()
+    tables = [
         PageTable("Under load", _LOAD, 2, loads),
         PageTable("All figures", COLUMNS, 3, [] if loads else table_rows(report)),
         PageTable("Counts of drafted and accepted tokens", acceptance, 5, [_acceptance(row) for row in drafted]),
@@ -235,7 +235,7 @@ def page_tables(report: Report) -> list[PageTable]:
             [(one_line(row.task or ""), *_names(row), *_ends(row)) for row in tasks],
         ),
     ]
-    return [table for table in found if table.rows]
+    return [table for table in tables if table.rows]
 
 
 def _acceptance(row: ReportRow) -> tuple[str, ...]:

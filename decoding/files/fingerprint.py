@@ -1,4 +1,4 @@
-"""Fingerprints: short digests that are equal for equal models, heads, tokenizers or sets of prompts.
+"""Fingerprints: short hashes that are equal for equal models, heads, tokenizers or sets of prompts.
 
 `stored_fingerprint` covers files on disk or on the Hub. It depends neither on the dtype in which a model is loaded nor
 on how its weights are split into files. `fingerprint` covers a module in memory.
@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.errors import UserError
-from decoding.model.folder import adapted_model
-from decoding.model.hub import local_folder
-from decoding.model.loading import TOKENIZER_PROBE, is_heads_folder, reason
-from decoding.model.stored import read_header, weight_files
-from decoding.model.vocabulary import OUTPUT_TOKENS_KEY, OUTPUT_TOKENS_NAME
+from decoding.files.folder import OUTPUT_TOKENS_KEY, OUTPUT_TOKENS_NAME, adapted_model, is_heads_folder, reason
+from decoding.files.hub import local_folder
+from decoding.files.stored import read_header, weight_files
+
+TOKENIZER_PROBE = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
+"""Text that different tokenizers split differently: spaces at the start and end of lines, digits, an accent."""
 
 _DIGITS = 16
 _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "auto_map", "use_cache")
@@ -31,21 +32,21 @@ _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safete
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Return a short digest of a model in memory: its config, and every tensor's name, shape, dtype and values.
+    """Return a short hash of a model in memory: its config, and every tensor's name, shape, dtype and values.
 
     This takes about a second per GB, which is the speed of SHA-256 on one core.
     """
-    digest = hashlib.sha256()
+    hashed = hashlib.sha256()
     if isinstance(module, PreTrainedModel):
-        digest.update(_json_bytes(_behaviour(module.config.to_dict())))
+        hashed.update(_json_bytes(_behaviour(module.config.to_dict())))
     for name, tensor in sorted(module.state_dict().items()):
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(_bytes_of(tensor))
-    return digest.hexdigest()[:_DIGITS]
+        hashed.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        hashed.update(_bytes_of(tensor))
+    return hashed.hexdigest()[:_DIGITS]
 
 
 def stored_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str:
-    """Return a short digest of the files of a model, heads or LoRA adapters, in a folder or under a Hub id.
+    """Return a short hash of the files of a model, heads or LoRA adapters, in a folder or under a Hub id.
 
     It covers the config and every tensor's name, shape, stored dtype and bytes. It also covers the tree of heads,
     because their figures depend on the tree, and the base model of adapters. Files are read in pieces at about a second
@@ -63,25 +64,25 @@ def stored_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str
 def _stored_fingerprint(folder: Path, trust_remote_code: bool, files: tuple[tuple[str, int, int, int], ...]) -> str:
     """Compute `stored_fingerprint`; ``files`` (names, sizes, times of changes) only serves as a key of the cache."""
     try:
-        digest = hashlib.sha256(_json_bytes(_described(folder, trust_remote_code)))
+        hashed = hashlib.sha256(_json_bytes(_described(folder, trust_remote_code)))
         for name, path in sorted(files_of_tensors(folder).items()):
             with safe_open(path, framework="pt", backend="pread") as file:  # one tensor in memory at a time
                 part, tensor = file.get_slice(name), file.get_tensor(name)
-            digest.update(f"{name}{tuple(part.get_shape())}{part.get_dtype()}".encode())
-            digest.update(_bytes_of(tensor))
+            hashed.update(f"{name}{tuple(part.get_shape())}{part.get_dtype()}".encode())
+            hashed.update(_bytes_of(tensor))
     except (OSError, KeyError, TypeError, AttributeError, ValueError, SafetensorError) as error:
         raise UserError(f"the files in {folder} cannot be read: {reason(error)}") from error
-    return digest.hexdigest()[:_DIGITS]
+    return hashed.hexdigest()[:_DIGITS]
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a short digest of a tokenizer: its vocabulary, its chat template, and the tokens of a probe text."""
+    """Return a short hash of a tokenizer: its vocabulary, its chat template, and the tokens of a probe text."""
     probe = tokenizer(TOKENIZER_PROBE)["input_ids"]
     return values_fingerprint([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template, probe])
 
 
 def prompts_fingerprint(prompts: Sequence[Sequence[int]]) -> str:
-    """Return a short digest of prompts (token ids) in their order."""
+    """Return a short hash of prompts (token ids) in their order."""
     return values_fingerprint([list(prompt) for prompt in prompts])
 
 
@@ -132,7 +133,7 @@ def _bytes_of(tensor: Tensor) -> Any:
 
 
 def values_fingerprint(value: Any) -> str:
-    """Return a short digest of JSON values."""
+    """Return a short hash of JSON values."""
     return hashlib.sha256(_json_bytes(value)).hexdigest()[:_DIGITS]
 
 

@@ -26,7 +26,7 @@ Chosen from 0, 4, 8, 12, 16, 24 and 32 by counts in the loop, for acceptance 0.3
 """
 
 
-class RowsCache(PreallocatedCache):
+class SequentialCache(PreallocatedCache):
     """Tokens of each row, and a restorable `transformers` cache of a prefix.
 
     Without a cache, each pass runs the whole text.
@@ -38,37 +38,37 @@ class RowsCache(PreallocatedCache):
         self._new = new
         self._rows = [_Row(new) for _ in range(rows)]
 
-    def is_full(self, slot: int) -> bool:
-        return self._new is not None and self._rows[slot].waiting > MOST_FED_AGAIN
+    def is_full(self, row: int) -> bool:
+        return self._new is not None and self._rows[row].waiting > MOST_FED_AGAIN
 
-    def begin_row(self, slot: int, block: Sequence[int], restarts: bool = False) -> list[int]:
+    def begin_row(self, row: int, block: Sequence[int], restarts: bool = False) -> list[int]:
         """Announce a pass that appends a block to a row; return the tokens to run: the waiting ones, then the block.
 
         ``restarts``: the model cannot run several tokens after a cached text, so it runs the whole text.
         """
-        row = self._rows[slot]
-        row.tokens += block
-        if restarts and row.waiting > 1:
-            row.restart()
-        self.lengths[slot] += len(block)
-        return row.begin()
+        text = self._rows[row]
+        text.tokens += block
+        if restarts and text.waiting > 1:
+            text.restart()
+        self.lengths[row] += len(block)
+        return text.begin()
 
-    def held(self, slot: int) -> Cache | None:
+    def held(self, row: int) -> Cache | None:
         """Return the cache that a row's pass reads and writes."""
-        return self._rows[slot].cache
+        return self._rows[row].cache
 
-    def truncate(self, slot: int, length: int) -> None:
-        super().truncate(slot, length)
-        self._rows[slot].truncate(length)
+    def truncate(self, row: int, length: int) -> None:
+        super().truncate(row, length)
+        self._rows[row].truncate(length)
 
-    def clear(self, slot: int) -> None:
-        super().clear(slot)
-        self._rows[slot] = _Row(self._new)
+    def clear(self, row: int) -> None:
+        super().clear(row)
+        self._rows[row] = _Row(self._new)
 
-    def move(self, slot: int, to: int) -> None:
-        self._rows[to] = self._rows[slot]
-        super().move(slot, to)  # clears the slot
-        if slot == to:
+    def move(self, row: int, to: int) -> None:
+        self._rows[to] = self._rows[row]
+        super().move(row, to)  # clears the row
+        if row == to:
             self.lengths[to] = len(self._rows[to].tokens)
 
 
@@ -141,7 +141,7 @@ def _flat(value: Any) -> list[Tensor]:
     return [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
 
 
-class RowSteps:
+class SequentialSteps:
     """Runner of one model's steps, row by row, because padding would change a recurrent state."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -156,10 +156,10 @@ class RowSteps:
                 if hasattr(module, "time_step_limit"):
                     vars(module)["time_step_limit"] = (0.0, float("inf"))
 
-    def new_cache(self, rows: int) -> RowsCache:
+    def new_cache(self, rows: int) -> SequentialCache:
         """Make a cache for ``rows`` texts."""
         keeps = self._cache_name is not None
-        return RowsCache((lambda: DynamicCache(config=self._model.config)) if keeps else None, rows)
+        return SequentialCache((lambda: DynamicCache(config=self._model.config)) if keeps else None, rows)
 
     def state_bytes(self) -> int:
         """Return the bytes of one text's states that do not grow with the text (recurrences and convolutions)."""
@@ -168,7 +168,7 @@ class RowSteps:
         held = cache.held(0)
         states = [] if held is None else [_states_of(layer) for layer in held.layers]
         parts = [
-            part for each in states for name, value in each.items() if name not in _GROWING for part in _flat(value)
+            part for layer in states for name, value in layer.items() if name not in _GROWING for part in _flat(value)
         ]
         return sum(part.nbytes for part in parts)
 
@@ -176,19 +176,19 @@ class RowSteps:
         self,
         blocks: Sequence[Sequence[int]],
         cache: PreallocatedCache,
-        slots: Sequence[int] | None = None,
+        rows: Sequence[int] | None = None,
         last: bool = False,
         taps: Sequence[int] = (),
     ) -> ModelOutput:
-        """Run a chain of tokens after each of the rows ``slots`` (None: the first ones).
+        """Run a chain of tokens after each of the ``rows`` (None: the first ones).
 
         Returns (rows, tokens, hidden) and (rows, tokens, vocab), with shorter rows padded. ``last``: return only each
         row's last token. ``taps``: also return the states of all tokens of each block.
         """
-        assert isinstance(cache, RowsCache), "a cache from another model"
+        assert isinstance(cache, SequentialCache), "a cache from another model"
         outputs = [
-            self._run_row(block, cache, slot, last, taps)
-            for slot, block in zip(range(len(blocks)) if slots is None else slots, blocks, strict=True)
+            self._run_row(block, cache, row, last, taps)
+            for row, block in zip(range(len(blocks)) if rows is None else rows, blocks, strict=True)
         ]
         hidden, logits = (
             pad_sequence([part[0] for part in parts], batch_first=True)
@@ -197,14 +197,14 @@ class RowSteps:
         return ModelOutput(hidden, logits, tuple(states for output in outputs for states in output.states))
 
     def _run_row(
-        self, block: Sequence[int], cache: RowsCache, slot: int, last: bool, taps: Sequence[int]
+        self, block: Sequence[int], cache: SequentialCache, row: int, last: bool, taps: Sequence[int]
     ) -> ModelOutput:
-        start = cache.lengths[slot] + len(block)
-        fed = cache.begin_row(slot, block, self._restarts)
+        start = cache.lengths[row] + len(block)
+        fed = cache.begin_row(row, block, self._restarts)
         device = self._model.device
-        places = torch.arange(start - len(fed), start, device=device)[None] if self._has_positions else None
+        positions = torch.arange(start - len(fed), start, device=device)[None] if self._has_positions else None
         count = 1 if last else len(block)
-        tokens, held = torch.tensor([fed], device=device), cache.held(slot)
+        tokens, held = torch.tensor([fed], device=device), cache.held(row)
         inputs = {} if self._cache_name is None else {self._cache_name: held}
-        output = run_model(self._model, tokens, places, inputs, None, lambda hidden: hidden[:, -count:], taps)
+        output = run_model(self._model, tokens, positions, inputs, None, lambda hidden: hidden[:, -count:], taps)
         return output._replace(states=tuple(states[-len(block) :] for states in output.states))

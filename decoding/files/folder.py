@@ -1,20 +1,39 @@
-"""Checks of a local transformers folder that read its JSON files and headers before a model is built from it.
+"""What a local folder contains, read from its JSON files and headers before a model is built from it.
 
 transformers builds all layers before it reads weights and compares sizes; it neither limits the number of layers nor
 notices missing ones. peft allocates LoRA matrices of any rank. This module compares these numbers with the headers.
 """
 
+import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError: base class of its clients' errors
+    HTTPError,
+    StrictDataclassError,
+)
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import (  # type: ignore[attr-defined]  # not in its __all__
     CONFIG_MAPPING_NAMES,
 )
 
-from decoding.errors import UserError
-from decoding.model.stored import StoredTensor, read_header, read_object, weights_header
+from decoding.errors import UserError, check_once, first_line, lines_of
+from decoding.files.hub import local_folder
+from decoding.files.stored import CONFIG_NAME, StoredTensor, read_header, read_object, weights_header
+
+UNREADABLE = (
+    *(OSError, ValueError, RuntimeError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError),
+    *(ImportError, SafetensorError, HTTPError, StrictDataclassError),
+)
+"""Errors that transformers and its libraries raise when they cannot build a model or a config."""
+OUTPUT_TOKENS_KEY = "headstart_output_tokens"
+"""Key in a draft's config.json. Its value names the file, in the same folder, with the tokens of the trimmed
+lm_head."""
+OUTPUT_TOKENS_NAME = "output_tokens.json"
+HEADS_FORMAT = "headstart-medusa"
 
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _REMEDY = "copy the folder again from its source"
@@ -117,3 +136,69 @@ def _check_layers(path: Path, config: Mapping[str, Any], header: Mapping[str, St
 def _layer_of(name: str) -> str | None:
     """Return the first number in a tensor's name: the layer, in transformers' families (model.layers.3., h.3.)."""
     return next((part for part in name.split(".") if part.isascii() and part.isdigit() and len(part) < 10), None)
+
+
+def is_heads_folder(folder: str | Path) -> bool:
+    """Return True if a folder contains heads in this project's format."""
+    config = Path(folder) / CONFIG_NAME
+    return config.is_file() and read_object(config, "use heads or a model").get("format") == HEADS_FORMAT
+
+
+def is_untrusted(error: BaseException) -> bool:
+    """Return True if transformers refused to run a model's own code."""
+    return "trust_remote_code" in str(error)
+
+
+def reason(error: BaseException) -> str:
+    """Return the line of an error that states the reason: the first, or the last in transformers' config checks."""
+    if "ignore_mismatched_sizes" in str(error):  # an option that users cannot set here
+        return "the sizes in config.json differ from the weights"
+    if is_untrusted(error):
+        return (
+            "it contains its own code: read the code, then add --trust-remote-code, or trust_remote_code=true in a "
+            "recipe"
+        )
+    if not isinstance(error, StrictDataclassError):
+        return first_line(error)
+    return lines_of(error)[-1].removeprefix("ValueError: ").removeprefix("TypeError: ")
+
+
+# --- the tokens of a trimmed draft ----------------------------------------------------------------------------------
+
+
+def write_output_tokens(folder: str | Path, token_ids: Iterable[int]) -> None:
+    """Mark a draft's folder as trimmed to ``token_ids``. `loading.load_draft` reads the mark; transformers does not."""
+    config_path = Path(folder) / "config.json"
+    if not config_path.is_file():
+        raise UserError(f"{folder} does not contain a model: config.json is missing")
+    config = json.loads(config_path.read_text())
+    tokens = sorted(token_ids)
+    check_trimmed(tokens, config.get("vocab_size", max(tokens, default=0) + 1))
+    (Path(folder) / OUTPUT_TOKENS_NAME).write_text(json.dumps(tokens) + "\n")
+    config_path.write_text(json.dumps({**config, OUTPUT_TOKENS_KEY: OUTPUT_TOKENS_NAME}, indent=2) + "\n")
+
+
+def read_output_tokens(model: PreTrainedModel, name: str) -> tuple[int, ...] | None:
+    """Return the tokens that a trimmed draft from this folder or Hub id can write; None if it is not trimmed."""
+    file_name = getattr(model.config, OUTPUT_TOKENS_KEY, None)
+    if file_name is None:
+        return None
+    if file_name != OUTPUT_TOKENS_NAME:
+        raise UserError(f"config.json of {name} names the tokens' file {file_name!r}: name it {OUTPUT_TOKENS_NAME}")
+    try:
+        tokens = json.loads((local_folder(name, weights=False) / file_name).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file_name} of {name} cannot be read: {error}") from error
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise UserError(f"{file_name} of {name} is not a list of token ids: write it with write_output_tokens")
+    check_trimmed(tokens, model.config.get_text_config(decoder=True).vocab_size)
+    return tuple(tokens)
+
+
+def check_trimmed(tokens: Sequence[int], vocab_size: int) -> None:
+    """Raise UserError unless there are tokens, each once and known to the draft."""
+    if not tokens:
+        raise UserError("the trimmed vocabulary is empty: use at least one token")
+    check_once("token", tokens)
+    if outside := [token for token in tokens if not 0 <= token < vocab_size]:
+        raise UserError(f"token {outside[0]} is unknown to the draft, which has 0 to {vocab_size - 1}: omit it")

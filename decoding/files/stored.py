@@ -81,12 +81,6 @@ def read_config_of(kind: type[Config], path: Path, format: str, remedy: str) -> 
         raise UserError(f"{path} does not contain a {kind.__name__} ({error}): {remedy}") from error
 
 
-def check_whole(key: str, value: object, least: int = 1) -> None:
-    """Raise UserError unless the size ``key`` is an int of at least ``least``; True and 1.0 are also rejected."""
-    if type(value) is not int or value < least:
-        raise UserError(f"{key} is {reprlib.repr(value)}: use a whole number, {least} or more")
-
-
 # --- headers ----------------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +140,7 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int 
     for left in (path for pattern in WEIGHT_FILES for path in folder.glob(pattern)):
         left.unlink()
     for name, held in split.filename_to_tensors.items():
-        save_file({each: state[each] for each in held}, folder / name, metadata={"format": "pt"})
+        save_file({tensor_name: state[tensor_name] for tensor_name in held}, folder / name, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
@@ -253,3 +247,15 @@ def _count_non_finite(tensor: Tensor) -> int:
     narrow = tensor.is_floating_point() and tensor.itemsize == 1  # torch lacks isfinite for 8-bit floats
     pieces = tensor.detach().reshape(-1).split(_PIECE)
     return sum(int((~torch.isfinite(piece.float() if narrow else piece)).sum()) for piece in pieces)
+
+
+def without_d2t(
+    header: Mapping[str, StoredTensor], outputs: int | None, folder: Path, remedy: str
+) -> dict[str, StoredTensor]:
+    """Return a header without ``d2t``; raise UserError unless d2t has ``outputs`` whole numbers (None: is missing)."""
+    rest = dict(header)
+    stored, wanted = rest.pop("d2t", None), None if outputs is None else StoredTensor("I64", (outputs,))
+    if stored != wanted:
+        size = "unknown" if outputs is None else f"not a list of {outputs} whole numbers"
+        raise UserError(f"{folder} does not fit its config: d2t is {size}; {remedy}")
+    return rest

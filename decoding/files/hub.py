@@ -31,9 +31,9 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError:
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
 
 from decoding.errors import UserError
-from decoding.model.gguf_file import converted, is_gguf
-from decoding.model.quickstart import embedded_folder, is_embedded
-from decoding.model.stored import WEIGHT_FILES, named_files
+from decoding.files.gguf_file import converted, is_gguf
+from decoding.files.quickstart import embedded_folder, is_embedded
+from decoding.files.stored import WEIGHT_FILES, named_files
 
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "README.md")
 """Config, tokenizer, template, card and similar files; code is also fetched, but runs only if trusted."""
@@ -153,12 +153,12 @@ def only_cached(wanted: bool = True) -> Iterator[None]:
 def _snapshot(named: HubName, patterns: Sequence[str], ignored: Sequence[str] = _FOLDERS) -> Path:
     """Fetch the repository's files that match the patterns; return their folder, named after the commit."""
     revision = named.revision or constants.DEFAULT_REVISION
-    place = (str(constants.HF_HUB_CACHE), str(constants.ENDPOINT), named.repo_id, revision)
+    key = (str(constants.HF_HUB_CACHE), str(constants.ENDPOINT), named.repo_id, revision)
     try:
         validate_repo_id(named.repo_id)
         folder = snapshot_download(
             named.repo_id,
-            revision=_commits.get(place, revision),
+            revision=_commits.get(key, revision),
             allow_patterns=list(patterns),
             ignore_patterns=list(ignored),
             local_files_only=_only_cached.get(),
@@ -166,7 +166,7 @@ def _snapshot(named: HubName, patterns: Sequence[str], ignored: Sequence[str] = 
     except (HTTPError, OSError, HFValidationError, LocalEntryNotFoundError) as error:
         problem = explained(error, named, f"{without_login(constants.ENDPOINT)}/{named.repo_id}")
     else:
-        _commits[place] = Path(folder).name
+        _commits[key] = Path(folder).name
         return Path(folder)
     # Raised outside the handler, because the exception's context would contain the request and its headers.
     raise UserError(
@@ -221,6 +221,6 @@ def without_login(address: object) -> str:
 def similar(folder: Path) -> str:
     """Return a suggestion of existing folders with similar names, or an empty text."""
     parent = folder.parent
-    found = [path.name for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
-    close = get_close_matches(folder.name, found)
+    siblings = [path.name for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
+    close = get_close_matches(folder.name, siblings)
     return f" (is it {' or '.join(str(parent / name) for name in close)}?)" if close else ""

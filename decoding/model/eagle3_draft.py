@@ -20,10 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from decoding.errors import UserError
-from decoding.model.causal_lm import CausalLM
-from decoding.model.eagle3_config import REMEDY, Eagle3Config, read_eagle3_config
-from decoding.model.forward import OutputLayer
-from decoding.model.stored import (
+from decoding.files.stored import (
     CONFIG_NAME,
     StoredTensor,
     check_copies,
@@ -32,9 +29,13 @@ from decoding.model.stored import (
     has_weights,
     read_weights,
     weights_header,
+    without_d2t,
     write_weights,
 )
-from decoding.model.vocabulary import check_d2t, d2t_of, tokens_of, without_d2t
+from decoding.model.causal_lm import CausalLM
+from decoding.model.eagle3_config import REMEDY, Eagle3Config, read_eagle3_config
+from decoding.model.forward import OutputLayer
+from decoding.model.vocabulary import check_d2t, d2t_of, tokens_of
 
 _SPREAD = 0.02
 _EMBEDDING = "embed_tokens.weight"

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from decoding.errors import UserError
-from decoding.model.gguf_file import converted
+from decoding.files.gguf_file import converted
 
 NAME = "quickstart"
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -1,6 +1,6 @@
 """GGUF files as models: each file is converted once into a folder, which is read like any model's folder.
 
-The folder is in the cache and is named after the file and its digest. It holds the dequantised weights in fp32, which
+The folder is in the cache and is named after the file and its checksum. It holds the dequantised weights in fp32, which
 does not round them, and the config, tokenizer, chat template and end tokens that the file describes. transformers reads
 the file; this module adds settings that transformers' reader ignores, and rejects what it would misread.
 """
@@ -22,7 +22,7 @@ from filelock import FileLock
 from safetensors import SafetensorError
 
 from decoding.errors import UserError
-from decoding.model.stored import cache_root, read_object
+from decoding.files.stored import cache_root, read_object
 
 _LOGGER = logging.getLogger(__name__)
 _SOURCE, _LINK = "gguf.json", "model.gguf"
@@ -60,8 +60,8 @@ def converted(file: Path) -> Path:
         if opened.read(4) != b"GGUF":
             raise UserError(f"{file} is not a GGUF file: use a GGUF file, or a folder with a model")
     state = file.stat()
-    digest = _digest(file.resolve(), state.st_size, state.st_mtime_ns)
-    folder = cache_root() / "gguf" / f"{file.stem}-{digest[:16]}-{_FORMAT}"
+    checksum = _checksum(file.resolve(), state.st_size, state.st_mtime_ns)
+    folder = cache_root() / "gguf" / f"{file.stem}-{checksum[:16]}-{_FORMAT}"
     partial = folder.with_name(f"{folder.name}.partial")
     if folder.is_dir():  # complete, even if nothing can be written here
         return folder
@@ -72,7 +72,7 @@ def converted(file: Path) -> Path:
                 shutil.rmtree(partial, ignore_errors=True)  # a killed process may have left it behind
                 partial.mkdir()
                 try:
-                    _convert(file, partial, {"file": file.name, "sha256": digest})
+                    _convert(file, partial, {"file": file.name, "sha256": checksum})
                     partial.rename(folder)
                 finally:
                     shutil.rmtree(partial, ignore_errors=True)  # after an error, because it may fill the disk
@@ -83,7 +83,7 @@ def converted(file: Path) -> Path:
 
 
 @lru_cache(maxsize=16)
-def _digest(file: Path, size: int, changed: int) -> str:
+def _checksum(file: Path, size: int, changed: int) -> str:
     """Return a file's SHA-256; ``size`` and ``changed`` are a key of the cache."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
@@ -122,8 +122,8 @@ def _convert(file: Path, folder: Path, source: Mapping[str, str]) -> None:
     read = sum(tensor.numel() for tensor in {it.data_ptr(): it for it in model.state_dict().values()}.values())
     held = sum(int(tensor.n_elements) for name, tensor in tensors.items() if "rope_" not in name)
     if missing or read != held:
-        found = f"{held:,} weights, but transformers reads {read:,}, and {missing} tensors are missing"
-        raise UserError(f"{file} stores {found}: {_OTHER}")
+        mismatch = f"{held:,} weights, but transformers reads {read:,}, and {missing} tensors are missing"
+        raise UserError(f"{file} stores {mismatch}: {_OTHER}")
     ends = {keys.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")} - {None}
     model.generation_config.eos_token_id = sorted(ends) or None
     _split_as_llama_cpp(tokenizer.backend_tokenizer, keys.get("tokenizer.ggml.pre"), file)

@@ -22,11 +22,7 @@ from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, rotate_half
 
 from decoding.errors import UserError
-from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark_config import REMEDY, DSparkConfig, Sight, read_dspark_config
-from decoding.model.forward import OutputLayer, unscaled_embeddings
-from decoding.model.markov import BlockBias, GatedBias, MarkovBias, RecurrentBias
-from decoding.model.stored import (
+from decoding.files.stored import (
     CONFIG_NAME,
     StoredTensor,
     check_copies,
@@ -35,11 +31,15 @@ from decoding.model.stored import (
     read_weights,
     stored_weights,
     weights_header,
+    without_d2t,
     write_weights,
 )
-from decoding.model.vocabulary import check_d2t, d2t_of, tokens_of, without_d2t
+from decoding.model.causal_lm import CausalLM
+from decoding.model.dspark_config import REMEDY, DSparkConfig, Sight, read_dspark_config
+from decoding.model.forward import OutputLayer, unscaled_embeddings
+from decoding.model.markov import BlockBias, GatedBias, MarkovBias, RecurrentBias
+from decoding.model.vocabulary import check_d2t, d2t_of, tokens_of
 
-_TOGETHER = 1024  # most tokens for which several texts' states are concatenated for one product
 _SPREAD = 0.02
 _OF_FILES = {
     "markov.embedding.weight": "markov_head.markov_w1.weight",
@@ -139,6 +139,8 @@ class DSparkDraft(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear) and (self.markov is None or module is not self.markov.output):
                 nn.init.normal_(module.weight, std=_SPREAD)
+        self.sights = config.sights
+        self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}  # no buffer: a narrower dtype would round it
         self.lm_head = None
         if config.draft_vocab_size is not None:
             self.lm_head = OutputLayer(width, config.draft_vocab_size, bias=False).requires_grad_(False)
@@ -160,7 +162,9 @@ class DSparkDraft(nn.Module):
 
     def rotary(self, positions: Int[Tensor, "batch positions"]) -> tuple[Tensor, Tensor]:
         """Return the cosine and sine of each position's angles, each (batch, positions, dim), in the draft's dtype."""
-        frequencies, factor = self.config.frequencies(positions.device)
+        if (device := positions.device) not in self._frequencies:
+            self._frequencies[device] = self.config.frequencies(device)
+        frequencies, factor = self._frequencies[device]
         angles = positions[..., None].float() * frequencies
         angles = torch.cat((angles, angles), -1)
         both = (angles.cos(), angles.sin()) if factor == 1.0 else (angles.cos() * factor, angles.sin() * factor)
@@ -185,7 +189,7 @@ class DSparkDraft(nn.Module):
 
         ``keys_at``: the positions of all keys in ``held``, for layers with a window or a causal block.
         """
-        x, rotary, sights = embedded.to(self.fc.weight), self.rotary(positions), self.config.sights
+        x, rotary, sights = embedded.to(self.fc.weight), self.rotary(positions), self.sights
         masks = {sight: _seen(sight, mask, positions, keys_at, x) for sight in set(sights)}
         for index, layer in enumerate(self.layers):
             normed = layer.input_layernorm(x)  # type: ignore[operator]
@@ -269,79 +273,8 @@ def _stored_shapes(config: DSparkConfig) -> Iterator[tuple[str, tuple[int, ...]]
         yield _OF_FILES.get(name, name), tuple(tensor.shape)
 
 
-class TextKeys:
-    """Keys and values of the texts of a batch, and of the block after each text: (layers, rows, key heads, room, dim).
-
-    Text keys come from the target's states at committed tokens, so only whole blocks are ever dropped.
-    """
-
-    def __init__(self, draft: DSparkDraft, rows: int, longest: int) -> None:
-        """``longest``: final length of the longest text, in positions."""
-        config, weight = draft.config, draft.fc.weight
-        room = longest + config.slots
-        shape = (config.num_hidden_layers, rows, config.num_key_value_heads, room, config.head_dim)
-        self._draft = draft
-        self._keys, self._values = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
-        self.lengths = [0] * rows
-
-    def clear(self, slot: int) -> None:
-        """Empty a row."""
-        self.lengths[slot] = 0
-
-    def move(self, slot: int, to: int) -> None:
-        """Move the row in ``slot`` to ``to``."""
-        length = self.lengths[to] = self.lengths[slot]
-        for buffer in (self._keys, self._values):
-            buffer[:, to, :, :length] = buffer[:, slot, :, :length]
-
-    def append(self, states: Sequence[Float[Tensor, "tokens taps"]]) -> None:
-        """Add the target's states at the next tokens of the first rows, with one product for all rows.
-
-        Many tokens, as in prompts, are added row by row, to avoid a second copy of their states.
-        """
-        together = sum(map(len, states)) <= _TOGETHER
-        for first in (0,) if together else range(len(states)):
-            self._append(first, states if together else states[first : first + 1])
-
-    def _append(self, first: int, states: Sequence[Float[Tensor, "tokens taps"]]) -> None:
-        """Add the states at the next tokens of the rows from ``first`` on."""
-        counts = list(map(len, states))
-        if not any(counts):
-            return
-        begins, device = self.lengths[first : first + len(counts)], self._keys.device
-        places = enumerate(zip(begins, counts, strict=True), first)
-        index = [(row, begin + i) for row, (begin, count) in places for i in range(count)]
-        rows, positions = torch.tensor(index).to(device, non_blocking=True).T
-        read = states[0] if len(states) == 1 else torch.cat(list(states))
-        for layer, both in enumerate(self._draft.text_keys(read[None], positions[None])):
-            for buffer, fresh in zip((self._keys, self._values), both, strict=True):
-                buffer[layer][rows, :, positions] = fresh[0].transpose(0, 1)
-        self.lengths[first : first + len(counts)] = [begin + n for begin, n in zip(begins, counts, strict=True)]
-
-    def run(self, embedded: Float[Tensor, "rows slots hidden"]) -> Float[Tensor, "rows slots hidden"]:
-        """Run a block after each of the first rows; return the input of the target's lm_head. The block is not kept."""
-        (rows, slots), device = embedded.shape[:2], embedded.device
-        begins = self.lengths[:rows]
-        keys, mask = max(begins) + slots, None
-        starts = torch.tensor(begins).to(device, non_blocking=True)[:, None]
-        positions = starts + torch.arange(slots, device=device)
-        if len(set(begins)) > 1:
-            seen = torch.arange(keys, device=device) < starts + slots
-            mask = torch.zeros(seen.shape, dtype=self._keys.dtype, device=device)
-            mask = mask.masked_fill_(~seen, torch.finfo(mask.dtype).min)[:, None, None]
-        index = torch.arange(rows, device=device)[:, None]
-
-        def held(layer: int, *fresh: Tensor) -> tuple[Tensor, Tensor]:
-            for buffer, block in zip((self._keys, self._values), fresh, strict=True):
-                buffer[layer][index, :, positions] = block.transpose(1, 2)
-            return self._keys[layer, :rows, :, :keys], self._values[layer, :rows, :, :keys]
-
-        hidden: Tensor = self._draft(embedded, positions, held, mask, torch.arange(keys, device=device)[None])
-        return hidden
-
-
 @dataclass(frozen=True)
-class DSpark:
+class PairedDSpark:
     """A draft together with its target; raises UserError if their sizes differ."""
 
     draft: DSparkDraft

@@ -29,11 +29,13 @@ def figures_of(
         too_long[setting] += len(ids) if cell == first else 0
     return Report(
         prompts=len(
-            {(key.turn, id_) for key, each in records.by_key.items() if key.cell == first for id_ in each.prompts}
+            {(key.turn, id_) for key, record in records.by_key.items() if key.cell == first for id_ in record.prompts}
         ),
         later_turns_left_out=max(too_long.values(), default=0),
-        seconds=sum(run.first_seconds + run.decode_seconds for each in records.by_key.values() for run in each.runs),
-        cost_curve_ms={size: 1000 * each for size, each in (records.cost_curve or {}).items()},
+        seconds=sum(
+            run.first_seconds + run.decode_seconds for record in records.by_key.values() for run in record.runs
+        ),
+        cost_curve_ms={size: 1000 * seconds for size, seconds in (records.cost_curve or {}).items()},
         rows=tuple(_rows(records, methods, first, curve)),
         grid=tuple(row for cell in cells[1:] for row in _rows(records, methods, cell)),
         tasks=tuple(
@@ -96,14 +98,14 @@ def _row(
     if not any(run.counts for record in mine for run in record.runs):
         return row
     # Greedy rounds repeat the same text, so they add observations of time but not of acceptance.
-    return _with_acceptance(row, [each for each in mine if method.temperature > 0 or each.key.round == 0], curve)
+    return _with_acceptance(row, [record for record in mine if method.temperature > 0 or record.key.round == 0], curve)
 
 
 def _compared_to_plain(records: Records, mine: Sequence[Record]) -> SameTexts:
     """Compare greedy texts with plain decoding's."""
     margins = [margin for record in mine for margin in records.margins.get(record.key, (None,) * len(record.runs))]
     early = margins.count("ended")
-    gaps = tuple(sorted(each for each in margins if isinstance(each, float)))
+    gaps = tuple(sorted(margin for margin in margins if isinstance(margin, float)))
     largest = gaps[-1] if gaps else None if early else 0.0
     return SameTexts(margins.count(None), len(margins), largest, early, gaps)
 
@@ -120,12 +122,12 @@ def tokens_and_seconds(record: Record, with_prefill: bool = False) -> tuple[floa
 
 def _by_wave(records: Sequence[Record], with_prefill: bool = False) -> dict[int, tuple[float, float]]:
     """Return (tokens, seconds) of each wave, summed over its turns and rounds, which are not independent."""
-    found: dict[int, tuple[float, float]] = {}
+    by_wave: dict[int, tuple[float, float]] = {}
     for record in records:
-        tokens, seconds = found.get(record.key.wave, (0.0, 0.0))
+        tokens, seconds = by_wave.get(record.key.wave, (0.0, 0.0))
         more = tokens_and_seconds(record, with_prefill)
-        found[record.key.wave] = tokens + more[0], seconds + more[1]
-    return found
+        by_wave[record.key.wave] = tokens + more[0], seconds + more[1]
+    return by_wave
 
 
 def _of_totals(mine: Sequence[Record], other: Sequence[Record], with_prefill: bool = False) -> Figure | None:
@@ -140,7 +142,7 @@ def _of_pairs(mine: Sequence[Record], other: Sequence[Record], with_prefill: boo
     """Return the ratios of tokens per second of paired runs, mine over the other's; all have equal weight."""
     if not mine or not other:
         return None
-    pairs = {_repetition(each): tokens_and_seconds(each, with_prefill) for each in other}
+    pairs = {_repetition(record): tokens_and_seconds(record, with_prefill) for record in other}
     ratios = []
     for record in mine:
         tokens, seconds = tokens_and_seconds(record, with_prefill)
@@ -165,25 +167,25 @@ def _with_acceptance(row: ReportRow, records: Sequence[Record], curve: Mapping[i
     for record in records:
         for prompt, run in zip(record.prompts, record.runs, strict=True):
             by_question.setdefault(prompt, []).extend(run.counts)
-    found = acceptance(list(by_question.values()))
+    figures = acceptance(list(by_question.values()))
     split, predicted = None, None
     if total := sum(run.decode_seconds for run in runs):
         draft, verify = sum(run.draft_seconds for run in runs), sum(run.verify_seconds for run in runs)
         overhead = total - draft - verify
         split = TimeSplit(draft / total, verify / total, overhead / total)
         if curve:
-            predicted = _predicted(runs, found.tokens_per_pass.value, curve, draft, overhead)
+            predicted = _predicted(runs, figures.tokens_per_pass.value, curve, draft, overhead)
     return replace(
         row,
-        passes=found.passes,
-        tokens_per_pass=figure_of(found.tokens_per_pass),
-        acceptance_length=found.acceptance_length,
-        reached=tuple(map(figure_of, found.reached)),
-        ended_in_draft=found.ended_in_draft,
-        conditional_acceptance=tuple(map(figure_of, found.conditional)),
-        unconditional_acceptance=tuple(map(figure_of, found.unconditional)),
-        accepted_per_drafted=figure_of(found.accepted_per_drafted),
-        accepted_length_histogram={str(length): count for length, count in found.length_histogram.items()},
+        passes=figures.passes,
+        tokens_per_pass=figure_of(figures.tokens_per_pass),
+        acceptance_length=figures.acceptance_length,
+        reached=tuple(map(figure_of, figures.reached)),
+        ended_in_draft=figures.ended_in_draft,
+        conditional_acceptance=tuple(map(figure_of, figures.conditional)),
+        unconditional_acceptance=tuple(map(figure_of, figures.unconditional)),
+        accepted_per_drafted=figure_of(figures.accepted_per_drafted),
+        accepted_length_histogram={str(length): count for length, count in figures.length_histogram.items()},
         time_split=split,
         predicted_speedup=predicted,
     )
