@@ -4,7 +4,7 @@ Each row passes through four modules: `rows` reads it, `conversations` interpret
 defines the examples.
 
 On each machine one process tokenizes a source, and all processes map the result from a cache folder. The folder
-contains the sequences, as an Arrow file of the datasets library, and counts of the rows. Its name is a digest of
+contains the sequences, as an Arrow file of the datasets library, and counts of the rows. Its name is a fingerprint of
 everything that determines the sequences. It appears whole or not at all, with checksums. The library's own cache would
 not notice a changed tokenizer, changed code or a damaged file, and would copy streamed rows.
 """
@@ -37,7 +37,7 @@ from trainer.data.chat import TranscriptEncoder
 from trainer.data.conversations import report_unread
 from trainer.data.encoding import Account, encoded_rows
 from trainer.data.rows import RowSource, open_source
-from trainer.files.folders import check_seal, digest_of, hold_file, sha256_of, write_folder
+from trainer.files.folders import check_seal, fingerprint_of, hold_file, sha256_of, write_folder
 from trainer.processes import agreed
 from trainer.recipe.common import DataSection
 
@@ -54,7 +54,7 @@ class Dataset:
     """The first sequence of each row, never packed. A long text has several sequences."""
     path: str
     sha256: str
-    """Digest of the whole source, and of the file of the chat template if there is one."""
+    """Fingerprint of the whole source, and of the file of the chat template if there is one."""
     account: Account
     max_length: int
     packed: bool
@@ -70,9 +70,9 @@ class Dataset:
         """Return one sentence with all counts."""
         account = self.account
         formats = " and ".join(f"{count:,} {name}" for name, count in account.formats.items())
-        found = f": {' and '.join(account.fields)}" if account.fields else ""
+        columns = f": {' and '.join(account.fields)}" if account.fields else ""
         parts = [
-            f"{account.num_rows:,} rows ({formats}{found})",
+            f"{account.num_rows:,} rows ({formats}{columns})",
             f"{len(self.examples):,} sequences",
             f"{account.trained_tokens:,} of {account.tokens:,} tokens trained",
         ]
@@ -109,16 +109,16 @@ def load_dataset(
     if not sequences:
         why = f"; the first of {account.bad_rows} bad rows: {account.named[0]}" if account.named else ""
         raise UserError(f"{path} contains nothing to train on: no row has a trained token{why}")
-    digest = source.sha256
+    content = source.sha256
     if section.chat_template is not None:
-        digest = hashlib.sha256(digest.encode() + Path(section.chat_template).read_bytes()).hexdigest()
+        content = hashlib.sha256(content.encode() + Path(section.chat_template).read_bytes()).hexdigest()
     if section.chat_template_kwargs:
-        digest = digest_of([digest, section.chat_template_kwargs])
+        content = fingerprint_of([content, section.chat_template_kwargs])
     return Dataset(
         examples=pack(sequences, section.max_length) if section.packing else sequences,
         firsts=chosen(sequences, firsts),
         path=path,
-        sha256=digest,
+        sha256=content,
         account=account,
         max_length=section.max_length,
         packed=section.packing,
@@ -152,11 +152,13 @@ def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase, 
 def _load_prompts(path: str, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """Load a source of prompts without answers; raise UserError if any row has an answer or is not a prompt."""
     source, encoder = open_source(path, section), TranscriptEncoder(section, tokenizer)
-    found = [encoder.encode_opening(row, section) for row in islice(source.read(), section.max_rows)]
-    account = Account(Counter({"prompts": len(found)}), sequences=len(found), tokens=sum(len(e.tokens) for e in found))
-    if not found:
+    prompts = [encoder.encode_opening(row, section) for row in islice(source.read(), section.max_rows)]
+    account = Account(
+        Counter({"prompts": len(prompts)}), sequences=len(prompts), tokens=sum(len(e.tokens) for e in prompts)
+    )
+    if not prompts:
         raise UserError(f"{path} contains no prompts: use a file with one prompt per line")
-    return Dataset(found, found, path, source.sha256, account, section.max_length, False, source.commit)
+    return Dataset(prompts, prompts, path, source.sha256, account, section.max_length, False, source.commit)
 
 
 def load_training_data(section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> Dataset:
@@ -214,21 +216,21 @@ def load_sequences(
     ):
         return _in_memory(source, section, tokenizer, ends)
     folder = cache_folder() / fingerprint(source, section, tokenizer, ends)
-    if (found := _read(folder)) is not None:
-        return found
+    if (stored := _read(folder)) is not None:
+        return stored
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with hold_file(folder, _say_once):
-            if (found := _read(folder)) is None:
+            if (stored := _read(folder)) is None:
                 write_folder(folder, lambda empty: _write(empty, source, section, tokenizer, ends), sealed=True)
-                found = _read(folder)
+                stored = _read(folder)
     except OSError as error:
         raise UserError(
             f"the tokens of {source.name} cannot be stored in {folder.parent} ({error})",
             "free some disk space, or set HEADSTART_CACHE to another folder",
         ) from error
-    assert found is not None, f"{folder} was written and cannot be read"
-    return found
+    assert stored is not None, f"{folder} was written and cannot be read"
+    return stored
 
 
 def cache_folder() -> Path:
@@ -239,7 +241,7 @@ def cache_folder() -> Path:
 def fingerprint(
     source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()
 ) -> str:
-    """Return a digest of everything that determines the sequences and counts of a source, including the code."""
+    """Return a fingerprint of everything that determines the sequences and counts of a source, including the code."""
     decides: dict[str, Any] = {name: getattr(section, name) for name in _DECIDES}
     if section.chat_template is not None:
         decides["chat_template"] = sha256_of(Path(section.chat_template))
@@ -247,17 +249,17 @@ def fingerprint(
         tokenizer.save_pretrained(folder)
         files = {path.name: sha256_of(path) for path in sorted(Path(folder).iterdir())}
     versions = [transformers.__version__, tokenizers.__version__]
-    return digest_of([source.name, source.sha256, decides, files, [*ends], _digest_of_code(), versions])[:32]
+    return fingerprint_of([source.name, source.sha256, decides, files, [*ends], _code_fingerprint(), versions])[:32]
 
 
 @cache
-def _digest_of_code() -> str:
-    """Return a digest of the code that turns rows into sequences, so that a code change invalidates the cache."""
+def _code_fingerprint() -> str:
+    """Return a fingerprint of the code that turns rows into sequences, so that a code change invalidates the cache."""
     names = [
         *(("trainer.data", name) for name in _CODE),
         *(("decoding", name) for name in ("fields", "jsonl", "prompts")),
     ]
-    return digest_of([resources.files(package).joinpath(f"{name}.py").read_text() for package, name in names])
+    return fingerprint_of([resources.files(package).joinpath(f"{name}.py").read_text() for package, name in names])
 
 
 def _in_memory(

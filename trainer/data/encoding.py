@@ -104,7 +104,7 @@ class RowEncoder:
 
     def encode_all(self, rows: Sequence[Row]) -> tuple[list[list[Example]], Account]:
         """Return the sequences of each row, cut to ``max_length``, and the counts of the rows."""
-        account, found = Account(), []
+        account, sequences = Account(), []
         for row in rows:
             encoded = self.encode(row)
             if isinstance(encoded, UserError):
@@ -112,8 +112,8 @@ class RowEncoder:
                 continue
             kept = [cut(whole, self._section.max_length) for whole in encoded.examples]
             account.count(encoded, kept)
-            found.append([short for short in kept if short is not None])
-        return found, account
+            sequences.append([short for short in kept if short is not None])
+        return sequences, account
 
 
 def encoded_rows(

@@ -115,12 +115,12 @@ def open_source(name: str, section: DataSection) -> RowSource:
         return RowSource(name, hashlib.sha256(digests.encode()).hexdigest(), files)
     if path.is_file():
         return RowSource(name, sha256_of(path), (path,))
-    found = None if name.endswith((*_SUFFIXES, ".json")) else _HUB_NAME.fullmatch(name)
-    if found is None:
+    match = None if name.endswith((*_SUFFIXES, ".json")) else _HUB_NAME.fullmatch(name)
+    if match is None:
         remedy = "pass a .jsonl or .parquet file, a folder of them, or ORG/NAME on the hub"
         raise UserError(f"data file {name} does not exist", remedy)
-    hub = HubName(found[1], found[2])
-    return (_streamed if section.streaming else _downloaded)(name, hub, found[3], section)
+    hub = HubName(match[1], match[2])
+    return (_streamed if section.streaming else _downloaded)(name, hub, match[3], section)
 
 
 def stream_prompts(name: str) -> RowSource:
@@ -232,20 +232,20 @@ def _explained(error: Exception, hub: HubName) -> str:
     """Explain in one sentence why fetching failed and what to do. URL queries (signatures) are removed."""
     address = without_login(constants.ENDPOINT)
     remedy = "or pass the commit whose tokens are cached here, as ORG/NAME@COMMIT"
-    problem, cause = shortened(error) or type(error).__name__, error
+    problem, raised = shortened(error) or type(error).__name__, error
     causes: list[BaseException] = []
-    while cause is not None:
-        causes.append(cause)
-        cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
-    for each in causes:
-        if isinstance(each, OfflineModeIsEnabled):
+    while raised is not None:
+        causes.append(raised)
+        raised = raised.__cause__ or raised.__context__  # type: ignore[assignment]
+    for cause in causes:
+        if isinstance(cause, OfflineModeIsEnabled):
             problem = f"HF_HUB_OFFLINE is set: unset it, {remedy}"
-        elif isinstance(each, RemoteEntryNotFoundError) and each is not error:
+        elif isinstance(cause, RemoteEntryNotFoundError) and cause is not error:
             continue  # a data set may have no card
-        elif isinstance(each, HfHubHTTPError):
-            problem = explained(each, hub, f"{address}/datasets/{hub.repo_id}")
-        elif isinstance(each, HTTPError):
-            problem = f"{address} cannot be reached ({type(each).__name__}): check the connection, {remedy}"
+        elif isinstance(cause, HfHubHTTPError):
+            problem = explained(cause, hub, f"{address}/datasets/{hub.repo_id}")
+        elif isinstance(cause, HTTPError):
+            problem = f"{address} cannot be reached ({type(cause).__name__}): check the connection, {remedy}"
         else:
             continue
         break

@@ -59,7 +59,10 @@ class Models:
     def warm_up(self, tokens: int = 8) -> None:
         """Decode a few tokens plainly and with each drafter, because the first passes of a process take longer."""
         prompt, config = encode_prompt("The first", self.tokenizer, chat=True), DecodingConfig(max_new_tokens=tokens)
-        for target, drafter in ((self.plain_target, None), *((self.target, each) for each in self.drafters.values())):
+        for target, drafter in (
+            (self.plain_target, None),
+            *((self.target, loaded) for loaded in self.drafters.values()),
+        ):
             Engine(target, drafter).decode(prompt, config)
 
 
@@ -185,15 +188,15 @@ class Race:
 def fitting_rules(drafter: Drafter, temperature: float | None) -> list[tuple[str, str]]:
     """Return (label, name) of the rules that accept the drafter's proposals at this temperature; `AUTOMATIC` first."""
     greedy = not temperature or not number_of("temperature", temperature) > 0
-    found = [("automatic (lossless)", AUTOMATIC)]
+    choices = [("automatic (lossless)", AUTOMATIC)]
     for name, rule in RULES.items():
         if greedy == (rule is GREEDY):
             try:
                 rule.check(drafter.kinds(SamplingConfig(0.0 if greedy else 1.0)), drafter.chains_only)
             except UserError:
                 continue
-            found.append((f"{name} ({rule.label})", name))
-    return found
+            choices.append((f"{name} ({rule.label})", name))
+    return choices
 
 
 class Form(NamedTuple):
