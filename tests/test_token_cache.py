@@ -16,7 +16,7 @@ from trainer.data import dataset, encoding
 from trainer.data.batch import Example
 from trainer.data.chat import TranscriptEncoder
 from trainer.data.dataset import cache_folder, fingerprint, load_dataset
-from trainer.data.rows import open_source
+from trainer.data.sources import open_source
 from trainer.files.folders import fingerprint_of_all
 from trainer.recipe.common import DataSection
 

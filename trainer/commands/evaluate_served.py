@@ -68,7 +68,11 @@ def run_evaluate_served(
         )
     addresses = {SERVED: options.endpoint, PLAIN: options.baseline_endpoint}
     names = [name for name, address in addresses.items() if address is not None]
-    methods = [_method(setting, name) for setting in settings_of(config) for name in names]
+    methods = [
+        Method(setting.name, name, "unproved", None, temperature=setting.temperature)
+        for setting in settings_of(config)
+        for name in names
+    ]
     loads = [GridCell(concurrency, None) for concurrency in options.concurrency]
     about = _about(options, questions, names)
     with ExitStack() as stack:
@@ -126,10 +130,6 @@ def _checked(options: EvaluateOptions) -> EvaluationConfig:
     return EvaluationConfig(
         options.max_new_tokens, options.rounds, tuple(options.temperature), settings=tuple(options.settings)
     )
-
-
-def _method(setting: Setting, name: str) -> Method:
-    return Method(setting.name, name, "unproved", None, temperature=setting.temperature)
 
 
 def _cells(methods: Sequence[Method], config: EvaluationConfig, loads: Sequence[GridCell]) -> Iterator[Cell]:

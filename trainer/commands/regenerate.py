@@ -29,8 +29,8 @@ from trainer.commands.models import check_endpoint, read_target
 from trainer.commands.options import RegenerateOptions
 from trainer.data.answers import AnswerFile, Backend, Summary, answer
 from trainer.data.conversations import OpenConversation, read_conversations, report_unread
-from trainer.data.rows import DRAWS, PRESETS, stream_prompts
 from trainer.data.self_written import LONGEST, WRITING, PromptDraws, SelfWritten, UserTurn, read_request
+from trainer.data.sources import DRAWS, PRESETS, stream_prompts
 from trainer.files.folders import fingerprint_of, sha256_of
 from trainer.target.in_process import GROUP, TargetBackend
 from trainer.terminal.console import say, standard_error, standard_output

@@ -27,7 +27,7 @@ from trainer.data.conversations import (
     is_empty,
     transcript_of,
 )
-from trainer.data.rows import SET_ASIDE, Row
+from trainer.data.sources import SET_ASIDE, Row
 from trainer.files.folders import hold_file, write_text
 from trainer.recipe.common import DataSection
 from trainer.terminal.console import ProgressBar

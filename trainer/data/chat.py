@@ -16,7 +16,7 @@ from decoding.prompts import encode_continuation, encode_prompt, with_variables
 from trainer.data.batch import Example
 from trainer.data.conversations import ANSWER_TOKENS, Transcript, opening_of
 from trainer.data.marks import ADVICE, Marked, TokenMarker, has_marks, read_spans, with_spans
-from trainer.data.rows import Row
+from trainer.data.sources import Row
 from trainer.recipe.common import DataSection
 
 MARKED = "the template's generation marks"

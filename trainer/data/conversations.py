@@ -27,7 +27,7 @@ from decoding.fields import (
 from decoding.fields import Message as Message
 from decoding.jsonl import read_rows, without_nulls
 from decoding.prompts import encode_prompt
-from trainer.data.rows import Row
+from trainer.data.sources import Row
 from trainer.recipe.common import DataSection
 
 ANSWER_TOKENS = "answer_tokens"

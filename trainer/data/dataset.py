@@ -1,6 +1,6 @@
 """A data set: all rows of a source as token ids with a loss mask, and counts of the rows.
 
-Each row passes through four modules: `rows` reads it, `conversations` interprets it, `chat` encodes it, and `batch`
+Each row passes through four modules: `sources` reads it, `conversations` interprets it, `chat` encodes it, and `batch`
 defines the examples.
 
 On each machine one process tokenizes a source, and all processes map the result from a cache folder. The folder
@@ -36,7 +36,7 @@ from trainer.data.batch import Example, StoredExamples, chosen, pack
 from trainer.data.chat import TranscriptEncoder
 from trainer.data.conversations import report_unread
 from trainer.data.encoding import Account, encoded_rows
-from trainer.data.rows import RowSource, open_source
+from trainer.data.sources import RowSource, open_source
 from trainer.files.folders import check_seal, fingerprint_of, hold_file, sha256_of, write_folder
 from trainer.processes import agreed
 from trainer.recipe.common import DataSection
@@ -129,9 +129,10 @@ def load_dataset(
 def load_splits(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()
 ) -> tuple[Dataset, Dataset]:
-    """Load the training data and the held-out data (never packed), as in `load_dataset`."""
+    """Load the training data and the held-out data (never packed), as in `load_dataset`. Every process calls this."""
     heldout = load_heldout_data(section, tokenizer, ends)
-    return load_training_data(section, tokenizer, ends), heldout
+    # Every process waits here, because one per machine may tokenize.
+    return agreed(lambda: load_dataset(section.train, section, tokenizer, ends), patient=True), heldout
 
 
 def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> Dataset:
@@ -159,11 +160,6 @@ def _load_prompts(path: str, section: DataSection, tokenizer: PreTrainedTokenize
     if not prompts:
         raise UserError(f"{path} contains no prompts: use a file with one prompt per line")
     return Dataset(prompts, prompts, path, source.sha256, account, section.max_length, False, source.commit)
-
-
-def load_training_data(section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> Dataset:
-    """Load only the training data. Every process must call this, because one per machine may tokenize."""
-    return agreed(lambda: load_dataset(section.train, section, tokenizer, ends), patient=True)
 
 
 def not_held_out(heldout: str, train: str) -> str:
@@ -197,7 +193,7 @@ _DECIDES = (
     "chat_template_kwargs",
 )
 """Fields of a data section that determine the sequences, apart from the chat template's file and the source."""
-_CODE = ("rows", "conversations", "chat", "marks", "encoding", "batch", "dataset")
+_CODE = ("sources", "conversations", "chat", "marks", "encoding", "batch", "dataset")
 
 Tokenized = tuple[Sequence[Example], Int[np.ndarray, " rows"], Account]
 """The sequences of a source, the index of each row's first sequence, and counts of all rows."""
@@ -214,7 +210,13 @@ def load_sequences(
     if source.num_bytes is not None and (
         source.num_bytes <= _FEW_BYTES or (section.max_rows is not None and section.max_rows <= _FEW_ROWS)
     ):
-        return _in_memory(source, section, tokenizer, ends)
+        examples, numbers, account = list[Example](), list[int](), Account()
+        for rows, part in encoded_rows(source, section, tokenizer, 1, ends):
+            account.add(part)
+            for row in rows:
+                numbers += [len(examples)] if row else []
+                examples += row
+        return examples, np.array(numbers, np.int64), account
     folder = cache_folder() / fingerprint(source, section, tokenizer, ends)
     if (stored := _read(folder)) is not None:
         return stored
@@ -260,18 +262,6 @@ def _code_fingerprint() -> str:
         *(("decoding", name) for name in ("fields", "jsonl", "prompts")),
     ]
     return fingerprint_of([resources.files(package).joinpath(f"{name}.py").read_text() for package, name in names])
-
-
-def _in_memory(
-    source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
-) -> Tokenized:
-    examples, firsts, account = list[Example](), list[int](), Account()
-    for rows, part in encoded_rows(source, section, tokenizer, 1, ends):
-        account.add(part)
-        for row in rows:
-            firsts += [len(examples)] if row else []
-            examples += row
-    return examples, np.array(firsts, np.int64), account
 
 
 def _say_once(sentence: str) -> None:

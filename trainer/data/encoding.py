@@ -15,7 +15,7 @@ from decoding.errors import UserError
 from trainer.data.batch import Example, cut
 from trainer.data.chat import Encoded, TranscriptEncoder
 from trainer.data.conversations import transcript_of
-from trainer.data.rows import Row, RowSource
+from trainer.data.sources import Row, RowSource
 from trainer.recipe.common import DataSection
 
 _NAMED_ROWS = 5  # number of bad rows that are named; all are counted
@@ -54,11 +54,6 @@ class Account:
     def num_rows(self) -> int:
         """Number of rows read, including bad rows."""
         return sum(self.formats.values()) + self.bad_rows
-
-    def count_bad(self, error: UserError) -> None:
-        """Count an unusable row."""
-        self.bad_rows += 1
-        self.named = [*self.named, str(error)][:_NAMED_ROWS]
 
     def count(self, encoded: Encoded, kept: Sequence[Example | None]) -> None:
         """Count a row with its sequences, and with the part that is kept of each."""
@@ -108,7 +103,8 @@ class RowEncoder:
         for row in rows:
             encoded = self.encode(row)
             if isinstance(encoded, UserError):
-                account.count_bad(encoded)
+                account.bad_rows += 1
+                account.named = [*account.named, str(encoded)][:_NAMED_ROWS]
                 continue
             kept = [cut(whole, self._section.max_length) for whole in encoded.examples]
             account.count(encoded, kept)

@@ -125,7 +125,8 @@ def package_findings(requires: Sequence[str] | None, version_of: Callable[[str],
         return [note(_DISTRIBUTION, sentence, "pip install -e . in its folder")]
     here, faults, missing = [], [], set[str]()
     for line in map(Requirement, requires):
-        extra = next(iter(_extras(line)), None)
+        _, named, rest = str(line.marker).partition('extra == "')
+        extra = rest.partition('"')[0] if named else None
         if line.marker is not None and not line.marker.evaluate({"extra": extra or ""}):
             continue
         version = version_of(line.name)
@@ -138,10 +139,6 @@ def package_findings(requires: Sequence[str] | None, version_of: Callable[[str],
             here.append(f"{line.name} {version}")
     without = f"not installed: {', '.join(sorted(missing))} (pip install '{_DISTRIBUTION}[NAME]')"
     return [ok("packages", ", ".join(here)), *faults, ok("extras", without if missing else "all are installed")]
-
-
-def _extras(line: Requirement) -> list[str]:
-    return [] if line.marker is None else [part.split('"')[1] for part in str(line.marker).split("extra == ")[1:]]
 
 
 def installed_packages() -> list[Finding]:

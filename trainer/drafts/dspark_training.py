@@ -239,20 +239,15 @@ class DSparkTraining(nn.Module):
         sums = TermSums.of_rows(loss, labels.depths, depths, self._mix.soft)
         if self.draft.confidence is None:
             return sums
-        unsure = self._unsure(hidden, self._before(inputs)[labels.groups.of_rows], loss.accepted)
+        # The cross entropy of the confidence with the acceptance, which trains only the confidence.
+        sure = self.draft.sure(hidden.detach(), self._before(inputs)[labels.groups.of_rows]).float()
+        accepted = loss.accepted.float().clamp(0, 1)
+        unsure: Tensor = F.binary_cross_entropy_with_logits(sure, accepted, reduction="sum")
         return TermSums(
             torch.cat((sums.losses, unsure.detach()[None])),
             torch.cat((sums.hits, sums.hits.new_full((1,), torch.nan))),
             sums.total + (unsure if scale is None else unsure * scale[depths]),
         )
-
-    def _unsure(
-        self, hidden: Float[Tensor, "rows hidden"], before: Int[Tensor, " rows"], accepted: Float[Tensor, " rows"]
-    ) -> Tensor:
-        """Return the cross entropy of the confidence with the acceptance, which trains only the confidence."""
-        logits = self.draft.sure(hidden.detach(), before)
-        loss: Tensor = F.binary_cross_entropy_with_logits(logits.float(), accepted.float().clamp(0, 1), reduction="sum")
-        return loss
 
 
 class BlocksPrefetch(NamedTuple):
@@ -296,18 +291,14 @@ class DSparkObjective:
 
     def weights(self, step: int) -> tuple[float, ...]:
         falling = [self._section.decay**depth for depth in range(self._config.block_size)]
-        shares = [weight / sum(falling) for weight in falling]
-        return (*shares, *([1.0] if CONFIDENCE in self.terms else []))
+        return (*(weight / sum(falling) for weight in falling), 1.0)[: len(self.terms)]
 
     def rates(self, step: int) -> Mapping[str, float]:
         return EVERYWHERE_THE_SAME
 
-    def _counts(self, blocks: Blocks) -> list[int]:
-        counts = list(map(len, blocks.labelled))
-        return [*counts, *([sum(counts)] if CONFIDENCE in self.terms else [])]
-
     def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
-        return torch.tensor(self._counts(self._blocks(batch, step)), dtype=torch.float32)
+        counts = list(map(len, self._blocks(batch, step).labelled))
+        return torch.tensor([*counts, sum(counts)][: len(self.terms)], dtype=torch.float32)
 
     def prefetch(self, batch: Batch, step: int) -> BlocksPrefetch:
         blocks = self._blocks(batch, step)

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from transformers import PreTrainedTokenizerBase
 
@@ -157,7 +157,9 @@ class WindowFiles:
         texts = []
         for path in sorted(self.folder.glob(f"{_window_name(done)}-*.jsonl")):
             try:
-                texts += [_read_row(json.loads(line)) for line in path.read_text().splitlines()]
+                for row in map(json.loads, path.read_text().splitlines()):
+                    lists = {name: tuple(row[name]) for name in ("tokens", "rejected")}
+                    texts.append(GeneratedText(**{name: row[name] for name in GeneratedText._fields} | lists))
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(
                     f"{path} is damaged ({error!r}): remove the checkpoints after step {done}, or use another output"
@@ -167,11 +169,6 @@ class WindowFiles:
 
 def _window_name(done: int) -> str:
     return f"after-{done:08d}"
-
-
-def _read_row(row: dict[str, Any]) -> GeneratedText:
-    lists = {name: tuple(row[name]) for name in ("tokens", "rejected")}
-    return GeneratedText(**{name: row[name] for name in GeneratedText._fields} | lists)
 
 
 def policy_source(

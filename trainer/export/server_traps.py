@@ -84,16 +84,15 @@ def misread_keys(whose: str, stored: Mapping[str, Any]) -> list[Trap]:
     except UserError as error:
         problem = f"{whose} config.json cannot be read by programs with transformers 4: {error}"
         return [Trap(problem, "serve it with a program that uses transformers 5")]
-    return [
-        Trap(
-            f"{whose} config.json {_held(config, key)}, so readers of transformers 4's keys use "
-            f"{'none' if taken is None else taken} instead of {value} from rope_parameters",
-            f"write {key} next to rope_parameters, as 'headstart export' does, or serve with a program that reads "
-            "rope_parameters",
-        )
-        for key, value in wanted.items()
-        if (taken := config.get(key, defaults.get(key))) != value
-    ]
+    traps = []
+    for key, value in wanted.items():
+        if (taken := config.get(key, defaults.get(key))) != value:
+            held = f"has {key} {config[key]}" if key in config else f"lacks {key}"
+            used = f"{'none' if taken is None else taken} instead of {value} from rope_parameters"
+            problem = f"{whose} config.json {held}, so readers of transformers 4's keys use {used}"
+            remedy = f"write {key} next to rope_parameters, as 'headstart export' does"
+            traps.append(Trap(problem, f"{remedy}, or serve with a program that reads rope_parameters"))
+    return traps
 
 
 def lost_in_servers(config: DSparkConfig, stored: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -153,7 +152,3 @@ def lost_of_eagle3(config: Eagle3Config, stored: Mapping[str, Any]) -> dict[str,
     for lost in (sglang, llama) if "draft_vocab_size" not in stored else ():
         lost.append("no draft without draft_vocab_size in config.json")
     return {"vLLM": vllm, "SGLang": sglang, "llama.cpp": llama}
-
-
-def _held(config: Mapping[str, Any], key: str) -> str:
-    return f"has {key} {config[key]}" if key in config else f"lacks {key}"

@@ -131,8 +131,11 @@ def opened(source: Path, destination: Path, trust_remote_code: bool = False) -> 
     ``final`` folder, it is the newest checkpoint. Errors: `trainer.run.train.consolidate`.
     """
     fetched = is_gguf(source) or is_embedded(source) or hub_name(source) is not None
-    folder = local_folder(source) if fetched else artefact_folder(source)
-    checkpoint = None if (folder / "config.json").is_file() or not folder.is_dir() else _checkpoint_in(folder)
+    folder, checkpoint = local_folder(source) if fetched else artefact_folder(source), None
+    if not (folder / "config.json").is_file() and folder.is_dir():
+        from trainer.run.checkpoint import newest_checkpoint  # training is slow to import
+
+        checkpoint = newest_checkpoint(folder) or newest_checkpoint(folder / "checkpoints")
     if checkpoint is None:
         yield folder, ()
         return
@@ -141,10 +144,3 @@ def opened(source: Path, destination: Path, trust_remote_code: bool = False) -> 
     with scratch_beside(destination) as scratch:
         made = scratch / "final"
         yield made, (consolidate(checkpoint, made, trust_remote_code=trust_remote_code),)
-
-
-def _checkpoint_in(folder: Path) -> Path | None:
-    """Return the folder if it is a checkpoint, otherwise the newest checkpoint of its run; None if there is none."""
-    from trainer.run.checkpoint import newest_checkpoint
-
-    return newest_checkpoint(folder) or newest_checkpoint(folder / "checkpoints")

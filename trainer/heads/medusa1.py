@@ -305,14 +305,11 @@ class MedusaObjective:
         labels, stored = prefetched or self.prefetch(batch, step)
         hidden = states.hidden(batch) if stored is None else stored
         uses_lm_head = section.shared_lm_head or section.loss.soft
-        lm_head = self._lm_head_on(batch.tokens.device) if uses_lm_head else None
+        # A target spread over devices may keep its lm_head on another device.
+        device, lm_head = batch.tokens.device, self._lm_head if uses_lm_head else None
+        if uses_lm_head and (lm_head is None or lm_head.device != device):
+            lm_head = self._lm_head = states.lm_head.to(device)
         return (HeadInputs(batch, hidden, labels, lm_head, states.transform),)
-
-    def _lm_head_on(self, device: torch.device) -> Float[Tensor, "vocab hidden"]:
-        """Return the target's lm_head on the heads' device; a target spread over devices may keep it elsewhere."""
-        if self._lm_head is None or self._lm_head.device != device:
-            self._lm_head = self._states.lm_head.to(device)
-        return self._lm_head
 
     def drafter(self) -> Drafter:
         return named_drafter("heads", heads_for_decoding(self.heads, self._dtype))

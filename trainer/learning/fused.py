@@ -136,7 +136,8 @@ def _turn_into_gradient(
 ) -> list[Tensor]:
     """Overwrite the products of some groups with the loss's gradient in them; return `FusedLoss`'s figures of each row.
 
-    ``added`` is the bias's part of the logits; it gets the sum of its rows' gradients. ``taught``: the teacher's logits.
+    ``added`` is the bias's part of the logits; it gets the sum of its rows' gradients. ``taught``: the
+    teacher's logits.
     """
     figures, done = [], 0
     most = block_rows(max(logits.shape[1], 0 if taught is None else taught.logits.shape[1]), logits)
@@ -152,7 +153,8 @@ def _turn_into_gradient(
         correct = _hits(scores, right)
         known = None if taught is None else taught.block(inside)
         losses, accepted, gradient = _mixed(scores, right, mix, known, layer, repeat)
-        gradient = layer.through_cap(gradient, scores)
+        if layer.soft_cap is not None:
+            gradient.mul_(1 - (scores / layer.soft_cap).square_())
         if rows.weights is not None:
             gradient *= rows.weights[its_rows, None].to(gradient.dtype)
         of_part.copy_(gradient)
@@ -233,11 +235,6 @@ class _Outputs:
         """Return the logits of products in fp32 or fp64."""
         return products if self.soft_cap is None else (products / self.soft_cap).tanh_().mul_(self.soft_cap)
 
-    def through_cap(
-        self, gradient: Float[Tensor, "rows outputs"], scores: Float[Tensor, "rows outputs"]
-    ) -> Float[Tensor, "rows outputs"]:
-        return gradient if self.soft_cap is None else gradient.mul_(1 - (scores / self.soft_cap).square_())
-
     def outputs_of(self, tokens: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """Return the output that writes each target token, or -1."""
         if self._sorted is None:
@@ -256,11 +253,11 @@ class _Outputs:
         log_p = taught.log_p(temperature, soft.q.dtype)
         if taught.tokens is None:
             whole = self._tokens is None and self._count == log_p.shape[1]
-            return TokenDivergences(self._columns(log_p), soft, repeat, whole=whole), partial(_of_all, soft.q)
+            return TokenDivergences(self._columns(log_p), soft, repeat, whole=whole), partial(_gradient, soft.q, None)
         rows = self.outputs_of(taught.tokens)
         weights = taught.weights(log_p).masked_fill_(rows < 0, 0.0)
         rows = repeat(rows.clamp_(min=0))
-        return TokenDivergences(log_p, soft.at(rows), repeat, weights), partial(_of_sample, soft.q, rows)
+        return TokenDivergences(log_p, soft.at(rows), repeat, weights), partial(_gradient, soft.q, rows)
 
     def _columns(self, log_p: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows outputs"]:
         if self._tokens is not None:
@@ -273,14 +270,10 @@ class _Outputs:
         return log_p[:, : self._count]
 
 
-def _of_all(q: Tensor, pull: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows outputs"]:
-    """Return the gradient if every output is an outcome."""
-    return (q * pull.sum(-1, keepdim=True)).sub_(pull)
-
-
-def _of_sample(q: Tensor, rows: Tensor, pull: Float[Tensor, "rows outcomes"]) -> Float[Tensor, "rows outputs"]:
-    """Return the gradient if the outcomes are some of the outputs, possibly repeated."""
-    return (q * pull.sum(-1, keepdim=True)).scatter_add_(1, rows, -pull)
+def _gradient(q: Tensor, outputs: Tensor | None, pull: Float[Tensor, "rows outcomes"]) -> Tensor:
+    """Return the gradient, (rows, outputs). ``outputs``: those of the outcomes, possibly repeated; None: all."""
+    gradient = q * pull.sum(-1, keepdim=True)
+    return gradient.sub_(pull) if outputs is None else gradient.scatter_add_(1, outputs, -pull)
 
 
 # --- matrix products: chunks of logits sized for the device, and their gradients --------------------------------------
@@ -355,17 +348,12 @@ def add_product(
     """
     if left.dtype == sums.dtype:
         torch.addmm(sums, left, right, beta=int(onto), out=sums)
-    elif _sums_products(sums.device):
+    elif sums.is_cuda and torch.version.cuda is not None and torch.cuda.get_device_capability(sums.device) >= (8, 0):
+        # The device adds half-precision products directly to fp32 sums.
         torch.addmm(sums, left, right, out_dtype=sums.dtype, beta=int(onto), out=sums)
     else:  # if it were split by rows, this product would take a sixth longer
         product = left @ right
         _ = sums.add_(product) if onto else sums.copy_(product)
-
-
-def _sums_products(device: torch.device) -> bool:
-    """Return True if the device adds half-precision products directly to fp32 sums (sm80 and later)."""
-    on_nvidia = device.type == "cuda" and torch.version.cuda is not None
-    return on_nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def scale(gradient: Tensor, factor: Float[Tensor, ""]) -> Tensor:

@@ -158,7 +158,12 @@ class TokenDivergences:
     def term(self, kind: Divergence) -> Pulled:
         """Return the term ``kind`` of each token with its pulls."""
         if kind == "forward_kl":
-            return self._forward_kl()
+            pull = self._weighted(self.p)
+            value = self._negative_entropy - torch.linalg.vecdot(pull, self.soft.scores)
+            value += self._covered * self.soft.log_total[:, 0]
+            if not self.whole:
+                value -= torch.special.xlogy(self._covered, self._covered)
+            return Pulled(value, pull)
         if kind == "acceptance":
             return self._acceptance()
         return Pulled(1 - self.overlap, self._weighted(self._smaller) * self._lacking)
@@ -178,14 +183,6 @@ class TokenDivergences:
     @cached_property
     def _log_sides(self) -> tuple[Float[Tensor, "rows outcomes"], Float[Tensor, "rows outcomes"]]:
         return self._repeat(self._log_p), self.soft.log_q
-
-    def _forward_kl(self) -> Pulled:
-        pull = self._weighted(self.p)
-        value = self._negative_entropy - torch.linalg.vecdot(pull, self.soft.scores)
-        value += self._covered * self.soft.log_total[:, 0]
-        if not self.whole:
-            value -= torch.special.xlogy(self._covered, self._covered)
-        return Pulled(value, pull)
 
     def _acceptance(self) -> Pulled:
         smaller = torch.minimum(*self._log_sides)  # in logs, to avoid underflow

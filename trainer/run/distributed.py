@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -15,27 +15,6 @@ from decoding.dtypes import parse_dtype
 from decoding.errors import UserError
 from trainer.processes import zero_stage
 from trainer.recipe.common import TrainingSection
-
-
-class Runner(Protocol):
-    """A module and its optimizers, wrapped for a launcher."""
-
-    module: nn.Module
-    """The wrapped module. Its gradients are averaged over the processes."""
-    engine: Any
-    """DeepSpeed's engine, or None."""
-
-    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of a micro batch's forward and backward pass; only the last one shares gradients."""
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the loss's gradients."""
-
-    def clip(self) -> Tensor | None:
-        """Clip the gradients and return their norm before clipping, on its device; None if only `step` knows it."""
-
-    def step(self) -> list[float]:
-        """Step the optimizers and set the gradients to zero; return their norm if `clip` did not."""
 
 
 def check_launch(accelerator: Accelerator, section: TrainingSection) -> None:
@@ -56,15 +35,17 @@ def check_launch(accelerator: Accelerator, section: TrainingSection) -> None:
 def prepare(
     accelerator: Accelerator, module: nn.Module, optimizers: Sequence[Optimizer], section: TrainingSection
 ) -> Runner:
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return _Zero(accelerator, module, optimizers, section)
-    return _Plain(accelerator, module, optimizers, section)
+    zero = accelerator.distributed_type == DistributedType.DEEPSPEED
+    return (_ZeroRunner if zero else Runner)(accelerator, module, optimizers, section)
 
 
-class _Plain:
-    """Runner for one process, DDP and FSDP2: gradients and steps are plain PyTorch."""
+class Runner:
+    """A module and its optimizers, wrapped for one process, DDP or FSDP2: gradients and steps are plain PyTorch."""
 
-    engine = None
+    module: nn.Module
+    """The wrapped module. Its gradients are averaged over the processes."""
+    engine: Any = None
+    """DeepSpeed's engine, or None."""
 
     def __init__(
         self, accelerator: Accelerator, module: nn.Module, optimizers: Sequence[Optimizer], section: TrainingSection
@@ -75,25 +56,29 @@ class _Plain:
         self.module, *self._optimizers = accelerator.prepare(module, *optimizers)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        """Return the context of a micro batch's forward and backward pass; only the last one shares gradients."""
         context: AbstractContextManager[Any] = nullcontext() if last else self._accelerator.no_sync(self.module)
         return context
 
     def backward(self, loss: Tensor) -> None:
+        """Add the loss's gradients."""
         self._accelerator.backward(loss)
 
-    def clip(self) -> Tensor:
+    def clip(self) -> Tensor | None:
+        """Clip the gradients and return their norm before clipping, on its device; None if only `step` knows it."""
         norm: Any = self._accelerator.clip_grad_norm_(self.module.parameters(), self._max_norm)
         whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return whole
 
     def step(self) -> list[float]:
+        """Step the optimizers and set the gradients to zero; return their norm if `clip` did not."""
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad()
         return []
 
 
-class _Zero:
+class _ZeroRunner(Runner):
     """Runner for DeepSpeed, whose engine clips and steps together at the last micro batch."""
 
     def __init__(

@@ -35,7 +35,7 @@ from trainer.learning.spans import span
 from trainer.processes import Process, on_first
 from trainer.recipe.heads import FeaturesSection, StatesDtype
 from trainer.target.loading import OnlineTarget, Target, logit_transform
-from trainer.target.store import BATCH_TOKENS, MANIFEST, Column, Origin, Store, ensure_store
+from trainer.target.store import BATCH_TOKENS, MANIFEST, WEIGHTS, Column, Origin, Store, ensure_store
 
 LARGEST_KL = 0.01
 """Largest mean change of the target's distribution by stored states that is accepted, in nats."""
@@ -154,7 +154,8 @@ class FeatureStore(Store[FeatureOrigin]):
     @cached_property
     def lm_head(self) -> Float[Tensor, "vocab hidden"]:
         """The weight of the target's lm_head."""
-        return self._weight("lm_head")
+        weight: Tensor = self._open(WEIGHTS).get_tensor("lm_head")
+        return weight
 
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions *layers hidden"]:
         """Return the states in the target's dtype on the batch's device; zeros on padding."""

@@ -155,10 +155,6 @@ class Store(Generic[MadeFrom]):
                 f"set {origin.setting} to a folder that all machines share",
             )
 
-    def _weight(self, name: str) -> Tensor:
-        tensor: Tensor = self._open(WEIGHTS).get_tensor(name)
-        return tensor
-
     def _column(self, name: str, batch: Batch) -> list[Tensor]:
         assert len(batch.examples) == len(batch.tokens), "the batch lists its examples"
         assert min(batch.examples) >= 0, "only examples of the data set are stored"
@@ -301,7 +297,10 @@ def _write_missing(
             tensors = {name: torch.empty(rows, *shape, dtype=dtype) for name, (dtype, shape) in columns}
             for indices in _batches(layout.shards[shard], examples, layout, writer.batch_tokens):
                 batch = collate([examples[index] for index in indices], indices)
-                _fill(tensors, layout, batch, writer.compute_columns(batch))
+                computed, counts = writer.compute_columns(batch), [layout.lengths[index] for index in indices]
+                for name, tensor in tensors.items():
+                    for index, part in zip(indices, computed[name].cpu().split(counts), strict=True):
+                        tensor[layout.find(index)[1]] = part.to(tensor.dtype)
                 written = bar.completed + sum(layout.lengths[index] for index in indices)
                 bar.update(written, total=to_write, note=f"{written / bar.seconds:,.0f} {row}s/s")
             write_sealed(folder / shard_name(shard), tensors, fingerprint)
@@ -321,10 +320,3 @@ def _batches(
         count = max(1, batch_tokens // len(examples[order[0]].tokens))
         yield order[:count]
         order = order[count:]
-
-
-def _fill(tensors: dict[str, Tensor], layout: ShardLayout, batch: Batch, columns: dict[str, Tensor]) -> None:
-    counts = [layout.lengths[index] for index in batch.examples]
-    for name, tensor in tensors.items():
-        for index, rows in zip(batch.examples, columns[name].cpu().split(counts), strict=True):
-            tensor[layout.find(index)[1]] = rows.to(tensor.dtype)

@@ -30,6 +30,7 @@ SET_ASIDE = ".failed.jsonl"
 """Suffix of files with conversations that `headstart regenerate` set aside."""
 DRAWS = ".draws.jsonl"
 """Suffix of files with prompts that a target wrote itself, next to their answers."""
+_NOT_DATA = (SET_ASIDE, DRAWS)
 _SUFFIXES = (".jsonl", ".parquet")
 _HUB_NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([^\s:@]+))?(?::([\w.-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -97,7 +98,12 @@ class RowSource:
             if file.suffix == ".parquet":
                 yield from (Row(f"{file}, row {number}", fields) for number, fields in read_parquet(file))
             else:
-                yield from _jsonl_rows(file)
+                for number, line in read_lines(file):
+                    where = f"{file}, line {number}"
+                    try:
+                        yield Row(where, parse_row(line, where))
+                    except UserError as error:
+                        yield Row(where, error)
 
 
 def open_source(name: str, section: DataSection) -> RowSource:
@@ -108,7 +114,8 @@ def open_source(name: str, section: DataSection) -> RowSource:
     """
     path = Path(name)
     if path.is_dir():
-        files = tuple(sorted(file for file in path.iterdir() if _is_data(file.name)))
+        listed = (file for file in sorted(path.iterdir()) if not file.name.startswith("."))
+        files = tuple(file for file in listed if file.suffix in _SUFFIXES and not file.name.endswith(_NOT_DATA))
         if not files:
             raise UserError(f"folder {name} contains no data", "add .jsonl or .parquet files")
         digests = "".join(f"{file.name} {sha256_of(file)}\n" for file in files)
@@ -128,20 +135,6 @@ def stream_prompts(name: str) -> RowSource:
     repository, config, split = (*name.split(":", 2), "", "")[:3]
     section = DataSection(train=name, heldout=name, streaming=True, split=split or "train")
     return open_source(f"{repository}:{config}" if config else repository, section)
-
-
-def _is_data(name: str) -> bool:
-    return name.endswith(_SUFFIXES) and not name.startswith(".") and not name.endswith((SET_ASIDE, DRAWS))
-
-
-def _jsonl_rows(file: Path) -> Iterator[Row]:
-    for number, line in read_lines(file):
-        where = f"{file}, line {number}"
-        try:
-            content: dict[str, Any] | UserError = parse_row(line, where)
-        except UserError as error:
-            content = error
-        yield Row(where, content)
 
 
 # --- data sets on the hub ---------------------------------------------------------------------------------------------
