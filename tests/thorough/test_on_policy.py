@@ -23,7 +23,7 @@ from trainer.data.batch import Batch, BatchSource, Example, IndexedExample, Offl
 from trainer.drafts.distill import DistillObjective, OnlineTeacher
 from trainer.drafts.on_policy import GeneratedText, Origin, WindowFiles
 from trainer.drafts.start import InitialDraft
-from trainer.heads.medusa1 import MedusaObjective, heads_for_decoding
+from trainer.heads.medusa1 import MedusaObjective, decoding_copy
 from trainer.processes import Process
 from trainer.recipe.common import LossSection
 from trainer.recipe.draft import DraftSection, PolicySection
@@ -349,7 +349,7 @@ def test_saved_heads_reload_bit_equal(tmp_path: Path, rank: int, shared: bool, d
     disturb(objective)
     objective.save(tmp_path)
     loaded = MedusaHeads.from_pretrained(tmp_path)
-    expected = heads_for_decoding(objective.module.heads, dtype)
+    expected = decoding_copy(objective.module.heads, dtype)
     assert loaded.config.markov_rank == rank and loaded.config == expected.config
     ours, theirs = loaded.state_dict(), expected.state_dict()
     assert ("markov.output.weight" in ours) == bool(rank) and ours.keys() == theirs.keys()

@@ -61,12 +61,10 @@ class TranscriptEncoder:
             transcript = replace(transcript, messages=self._with_open_thinking(transcript))
         ignored = self.ignored(transcript.messages, transcript.tools)
         lost = frozenset(ignored if transcript.answer_tokens is None else ())
-        silent = (
-            not message["content"].strip() and UNSPOKEN & message.keys() <= lost for message in transcript.messages
-        )
-        messages = (
-            message | (UNTRAINED if no else {}) for message, no in zip(transcript.messages, silent, strict=True)
-        )
+        messages = []
+        for message in transcript.messages:
+            silent = not message["content"].strip() and UNSPOKEN & message.keys() <= lost
+            messages.append(message | (UNTRAINED if silent else {}))
         return self._encoded(replace(transcript, messages=tuple(messages)), template)._replace(ignored=ignored)
 
     def ignored(self, messages: Messages, tools: Tools | None) -> tuple[str, ...]:
@@ -238,11 +236,8 @@ class ChatTemplate:
         """Return names of what does not change the text of a conversation: message fields, roles and "tools"."""
         without = {name: (self, others) for name, others in _extras(messages).items()}
         for role in sorted({message["role"] for message in messages} - {"user", "assistant"}):
-            longer = (
-                {**message, "content": message["content"] + _GOES_ON * (message["role"] == role)}
-                for message in messages
-            )
-            without[f"{role} messages"] = self, [*longer]
+            longer = [{**m, "content": m["content"] + _GOES_ON * (m["role"] == role)} for m in messages]
+            without[f"{role} messages"] = self, longer
         if self._tools:
             without["tools"] = (self.with_tools(None), [*messages])
         return tuple(name for name, (template, others) in without.items() if self._is_same(messages, template, others))

@@ -312,14 +312,14 @@ class MedusaObjective:
         return (HeadInputs(batch, hidden, labels, lm_head, states.transform),)
 
     def drafter(self) -> Drafter:
-        return named_drafter("heads", heads_for_decoding(self.heads, self._dtype))
+        return named_drafter("heads", decoding_copy(self.heads, self._dtype))
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
         """Fit the tree to the heads: choose the paths that are most often right on greedy texts of the target."""
         fit_tree(self.heads, target, texts(), self._section.tree_nodes)
 
     def save(self, folder: Path) -> None:
-        heads_for_decoding(self.heads, self._dtype).save_pretrained(folder)
+        decoding_copy(self.heads, self._dtype).save_pretrained(folder)
 
 
 def head_counts(batch: Batch, num_heads: int) -> Float[Tensor, " heads"]:
@@ -332,7 +332,7 @@ def head_positions(batch: Batch, num_heads: int) -> tuple[Int[Tensor, " labels"]
     return tuple(batch.label_positions(k + 2) for k in range(num_heads))
 
 
-def heads_for_decoding(heads: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:
+def decoding_copy(heads: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:
     """Return a copy in ``dtype`` for decoding while training continues, without a second copy in fp32."""
     cast = {id(p): nn.Parameter(p.detach().to(dtype, copy=True), p.requires_grad) for p in heads.parameters()}
     return copy.deepcopy(heads, cast).eval()  # deepcopy uses what its memo contains already
@@ -340,7 +340,7 @@ def heads_for_decoding(heads: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:
 
 def fit_tree(heads: MedusaHeads, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]], tree_nodes: int) -> None:
     """Set the heads' tree to the best one with ``tree_nodes`` drafted nodes, by their accuracies on these texts."""
-    accuracies = rank_accuracies(target, heads_for_decoding(heads, target.dtype), texts)
+    accuracies = rank_accuracies(target, decoding_copy(heads, target.dtype), texts)
     heads.config = replace(heads.config, tree=best_tree(accuracies, tree_nodes))
 
 

@@ -26,10 +26,10 @@ from trainer.heads.medusa1 import (
     HeadInputs,
     HeadLabels,
     MedusaTraining,
+    decoding_copy,
     fit_tree,
     head_counts,
     head_weights,
-    heads_for_decoding,
     initial_heads,
 )
 from trainer.learning.fused import fused_loss
@@ -184,7 +184,7 @@ class Medusa2Objective:
 
     def drafter(self) -> Drafter:
         self.module.eval()
-        return named_drafter("heads", heads_for_decoding(self.heads, self._dtype))
+        return named_drafter("heads", decoding_copy(self.heads, self._dtype))
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
         """Fit the tree to the heads and the adapted target: see `medusa.MedusaObjective.choose_tree`."""
@@ -192,7 +192,7 @@ class Medusa2Objective:
 
     def save(self, folder: Path) -> None:
         """Write the heads, and into ``target/`` their target with the adapters merged in."""
-        heads_for_decoding(self.heads, self._dtype).save_pretrained(folder)
+        decoding_copy(self.heads, self._dtype).save_pretrained(folder)
         merged = merged_weights(self.module.model)
         write_model(base_of(self.module.model), self._tokenizer, folder / TARGET_FOLDER, merged)
 

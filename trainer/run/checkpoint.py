@@ -243,10 +243,7 @@ class Checkpoints:
                 continue
             self._recorded = state["identity"]
             self.changes = self._allowed(f"{folder} was made by a recipe")
-            step, done = saved.progress.step, [s for s in state["stretches"] if s["first_step"] < saved.progress.step]
-            before = {name: value for name, value in done[-1].items() if name != "first_step"} if done else None
-            changed = [] if before == self._settings else [{"first_step": step if done else 0, **self._settings}]
-            self.stretches = [*done, *changed]
+            self.stretches = _continued(state["stretches"], saved.progress.step, self._settings)
             return saved
         if self.unreadable:
             listed = "; ".join(f"{folder} ({reason})" for folder, reason in self.unreadable.items())
@@ -313,3 +310,10 @@ def _read_best(folder: Path, state: Mapping[str, Any]) -> Best | None:
         return None
     texts = tuple((tokens, passes) for tokens, passes in best.get("texts", ()))
     return Best(Progress(best["step"], best["tokens"]), best["figure"], load_file(folder / _BEST), texts)
+
+
+def _continued(stretches: list[dict[str, Any]], step: int, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the stretches of a run resumed at ``step``, adding one if its settings changed."""
+    done = [stretch for stretch in stretches if stretch["first_step"] < step]
+    before = {name: value for name, value in done[-1].items() if name != "first_step"} if done else None
+    return done if before == settings else [*done, {"first_step": step if done else 0, **settings}]
