@@ -25,7 +25,7 @@ from decoding.rules.drawing import GeneratorSource
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree
 from trainer.data.batch import Example, collate, pack
-from trainer.drafts import eagle3 as eagle3_module
+from trainer.drafts import eagle3_training as eagle3_module
 from trainer.drafts.eagle3_training import Eagle3Objective, initial_eagle3, run_chains
 from trainer.drafts.start import initial_draft
 from trainer.recipe.draft import DraftSection

@@ -18,8 +18,7 @@ from decoding.measure.measurement import count_steps
 from trainer.processes import ALONE
 from trainer.recipe.reading import parse_recipe
 from trainer.run.heldout import Evaluator
-from trainer.run.job import Job
-from trainer.run.train import assemble
+from trainer.run.job import Job, assemble
 from trainer.target.loading import Target
 
 decoded: list[Sequence[int]] = []

@@ -25,7 +25,8 @@ from trainer.export.exporter import export
 from trainer.processes import Process
 from trainer.recipe.reading import AnyRecipe, parse_recipe
 from trainer.run import loop
-from trainer.run.train import FILE_NAME, assemble, consolidate, run_recipe
+from trainer.run.job import assemble
+from trainer.run.train import FILE_NAME, consolidate, run_recipe
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MARKER = "s3cret-m4rker-that-must-not-leak"

@@ -36,10 +36,10 @@ def summary(findings: Sequence[Finding]) -> Text:
         f"{count} {status}" for status in ("note", "open") if (count := sum(f.status == status for f in findings))
     )
     failed = f"FAIL: {len(problems)} of {len(findings)} checks: {', '.join(dict.fromkeys(problems))}"
-    verdict = (
+    headline = (
         Text(failed, style="bold red") if problems else Text(f"PASS: all {len(findings)} checks", style="bold green")
     )
-    return Text.assemble(verdict, f" ({others})" if others else "")
+    return Text.assemble(headline, f" ({others})" if others else "")
 
 
 def account() -> dict[str, Any]:

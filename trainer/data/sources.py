@@ -72,11 +72,11 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class RowSource:
-    """Rows of files or of a hub data set, and a digest of all rows."""
+    """Rows of files or of a hub data set, and a fingerprint of all rows."""
 
     name: str
     sha256: str
-    """Digest of a file; of a folder's file names and digests; or of a hub data set's name, split and fingerprint
+    """Fingerprint of a file; of a folder's file names and files; or of a hub data set's name, split and fingerprint
     (commit, if streamed).
     """
     files: tuple[Path, ...] = ()
@@ -118,8 +118,8 @@ def open_source(name: str, section: DataSection) -> RowSource:
         files = tuple(file for file in listed if file.suffix in _SUFFIXES and not file.name.endswith(_NOT_DATA))
         if not files:
             raise UserError(f"folder {name} contains no data", "add .jsonl or .parquet files")
-        digests = "".join(f"{file.name} {sha256_of(file)}\n" for file in files)
-        return RowSource(name, hashlib.sha256(digests.encode()).hexdigest(), files)
+        lines = "".join(f"{file.name} {sha256_of(file)}\n" for file in files)
+        return RowSource(name, hashlib.sha256(lines.encode()).hexdigest(), files)
     if path.is_file():
         return RowSource(name, sha256_of(path), (path,))
     match = None if name.endswith((*_SUFFIXES, ".json")) else _HUB_NAME.fullmatch(name)
@@ -150,16 +150,16 @@ def _downloaded(name: str, hub: HubName, config: str | None, section: DataSectio
             f"file or folder {name} does not exist, and split {section.split!r} of the hub data set with that name "
             f"cannot be read: {first_line(error)}"
         ) from error
-    digest = hashlib.sha256(f"{name}\n{section.split}\n{rows._fingerprint}".encode()).hexdigest()
-    return RowSource(name, digest, hub=rows)
+    fingerprint = hashlib.sha256(f"{name}\n{section.split}\n{rows._fingerprint}".encode()).hexdigest()
+    return RowSource(name, fingerprint, hub=rows)
 
 
 def _streamed(_: str, hub: HubName, config: str | None, section: DataSection) -> RowSource:
     """Return a stream whose name omits the revision, so that the same commit always shares cached tokens."""
     name = ":".join(part for part in (hub.repo_id, config) if part)
     commit = _commit_of(hub)
-    digest = hashlib.sha256(repr((name, section.split, commit, "streamed")).encode()).hexdigest()
-    return RowSource(name, digest, hub=_Stream(hub, config, section.split, commit), commit=commit)
+    fingerprint = hashlib.sha256(repr((name, section.split, commit, "streamed")).encode()).hexdigest()
+    return RowSource(name, fingerprint, hub=_Stream(hub, config, section.split, commit), commit=commit)
 
 
 @dataclass(frozen=True)

@@ -109,12 +109,12 @@ class Side:
 class Ending(NamedTuple):
     """The comparison of two finished texts.
 
-    ``alike``: number of equal leading tokens. ``verdict``: "equal", or why the texts differ: "stopped" before the end;
+    ``alike``: number of equal leading tokens. ``conclusion``: "equal", or why the texts differ: "stopped" before the end;
     "sampled" tokens; a "near-tie" of logits ``margin`` apart, which rounding can reverse; or an unexplained "fault".
     """
 
     alike: int
-    verdict: Literal["equal", "stopped", "sampled", "near-tie", "fault"]
+    conclusion: Literal["equal", "stopped", "sampled", "near-tie", "fault"]
     margin: float | None = None
 
 
