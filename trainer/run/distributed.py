@@ -32,13 +32,6 @@ def check_launch(accelerator: Accelerator, section: TrainingSection) -> None:
         )
 
 
-def prepare(
-    accelerator: Accelerator, module: nn.Module, optimizers: Sequence[Optimizer], section: TrainingSection
-) -> Runner:
-    zero = accelerator.distributed_type == DistributedType.DEEPSPEED
-    return (_ZeroRunner if zero else Runner)(accelerator, module, optimizers, section)
-
-
 class Runner:
     """A module and its optimizers, wrapped for one process, DDP or FSDP2: gradients and steps are plain PyTorch."""
 
@@ -113,6 +106,13 @@ class _ZeroRunner(Runner):
         self.engine.step()
         self._begun = False
         return [float(self.engine.get_global_grad_norm())]
+
+
+def prepare(
+    accelerator: Accelerator, module: nn.Module, optimizers: Sequence[Optimizer], section: TrainingSection
+) -> Runner:
+    zero = accelerator.distributed_type == DistributedType.DEEPSPEED
+    return (_ZeroRunner if zero else Runner)(accelerator, module, optimizers, section)
 
 
 @contextmanager
