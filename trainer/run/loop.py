@@ -128,7 +128,7 @@ def _step(
     objective: Objective,
     runner: Runner,
     optimizers: Sequence[Optimizer],
-    feed: Feed,
+    feed: "Feed",
     section: TrainingSection,
     accelerator: Accelerator,
     checkpoints: Checkpoints,
@@ -169,7 +169,7 @@ def _step(
 def _accumulate(
     objective: Objective,
     runner: Runner,
-    micro_batches: Iterable[MicroBatch],
+    micro_batches: Iterable["MicroBatch"],
     step: int,
     scale: Float[Tensor, " terms"],
     accelerator: Accelerator,
