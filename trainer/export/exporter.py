@@ -137,7 +137,7 @@ def functions_of(format: str) -> tuple[Writer, Callable[[ExportTask, CausalLM], 
         case "heads":
             return folder_formats.write_heads, folder_formats.heads_readers
         case "draft":
-            return folder_formats.write_draft, folder_formats.draft_readers
+            return folder_formats.write_draft_model, folder_formats.draft_readers
         case "dspark" | "eagle3" | "speculators":
             return folder_formats.write_state_draft, folder_formats.state_draft_readers
     try:

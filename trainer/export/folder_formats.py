@@ -83,7 +83,7 @@ def heads_readers(task: ExportTask, target: CausalLM) -> Readers:
 _PROBE_LENGTH = 16
 
 
-def write_draft(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
+def write_draft_model(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     """Write the draft, read it back, and compare weights, logits and tokenizer."""
     source, folder = task.source, task.folder
     model, tokenizer = _load(source)
