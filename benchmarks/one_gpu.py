@@ -21,6 +21,7 @@ from decoding.threads import spin_briefly
 spin_briefly()  # before torch is imported
 
 import torch
+from trainer.drafts.eagle3 import eagle3_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from decoding.measure.machine import commit
@@ -30,11 +31,10 @@ from decoding.model.eagle3_draft import Eagle3Draft
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.commands.dry_run import checkpoint_bytes
 from trainer.drafts.dspark_start import dspark_config
-from trainer.drafts.eagle3 import eagle3_config
 from trainer.recipe.draft import DSparkSection, TeacherSection
 from trainer.recipe.reading import load_recipe
-from trainer.target.features import FeatureIdentity
-from trainer.target.teacher_cache import TeacherIdentity
+from trainer.target.features import FeatureOrigin
+from trainer.target.teacher_cache import TeacherOrigin
 
 CARDS = {"RTX 4090": (24, 165, 1008), "L40S": (48, 362, 864), "H100": (80, 989, 3350)}
 """Memory in GB, dense bf16 TFLOPS and memory bandwidth in GB/s, as published by NVIDIA (taken on `READ`)."""
@@ -81,7 +81,7 @@ def _config(family: str, hidden: int, intermediate: int, layers: int, more: dict
 
 
 def stored(kind: type[Any], **fields: Any) -> int:
-    """Return the bytes per token in a store with this identity."""
+    """Return the bytes per token in a store with this origin."""
     known = {"target": "", "tokenizer": "", "data": "", "vocab_size": 151936, "dtype": "bfloat16"}
     row_bytes: int = kind(**known, **fields).row_bytes
     return row_bytes
@@ -102,7 +102,7 @@ def evening(name: str, target: int, heads: int, draft: DSparkDraft) -> dict[str,
     seen = recipe.training.steps * recipe.training.batch_size
     most = int((ASSUMED["evening_h"] * 3600 - seen * train) / (write + read))
     rows = seen if most >= seen else most // 1000 * 1000
-    states = 0 if is_draft else rows * text * stored(FeatureIdentity, hidden_size=4096, states="int8")
+    states = 0 if is_draft else rows * text * stored(FeatureOrigin, hidden_size=4096, states="int8")
     hours = {"write_h": rows * write / 3600, "read_h": rows * read / 3600, "train_h": seen * train / 3600}
     disk = states + checkpoint_bytes(recipe, all_of_it if is_draft else heads)
     method, serve = ("DSpark draft", "bf16") if is_draft else ("Markov heads", "8-bit weights")
@@ -154,10 +154,10 @@ def main() -> None:
     recipes = [published(name, kind, targets[name], tokenizer) for name in targets for kind in ("dspark", "eagle3")]
     taps, teacher = ", ".join(map(str, config.target_layer_ids)), TeacherSection(folder="")
     of_heads, of_draft = (
-        [stored(FeatureIdentity, hidden_size=4096, states=states, layers=layers) for states in ("int8", "bf16")]
+        [stored(FeatureOrigin, hidden_size=4096, states=states, layers=layers) for states in ("int8", "bf16")]
         for layers in ("", taps)
     )
-    logits = stored(TeacherIdentity, top_k=teacher.top_k, tail=teacher.tail, temperature=1.0)
+    logits = stored(TeacherOrigin, top_k=teacher.top_k, tail=teacher.tail, temperature=1.0)
     ours = ("heads: one state, in int8 or bf16", *of_heads), ("DSpark: five states, in int8 or bf16", *of_draft)
     report = {
         "hardware": {"gpu": "computed"},

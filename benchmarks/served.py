@@ -37,9 +37,7 @@ from trainer.export.task import artefact_folder
 from trainer.terminal.console import quiet_libraries, standard_output
 
 METHODS = ("dspark", "dflash")
-ARTEFACTS = (
-    {"draft": "draft"} | dict.fromkeys(("heads", "shared-heads"), "headstart") | dict.fromkeys(METHODS, "dspark")
-)
+ARTEFACTS = {"draft": "draft"} | dict.fromkeys(("heads", "shared-heads"), "heads") | dict.fromkeys(METHODS, "dspark")
 """Names -> the formats that vLLM loads."""
 
 

@@ -41,8 +41,8 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import measure_costs
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.batch import Example, collate
-from trainer.drafts.dspark import DSparkObjective
-from trainer.heads.medusa import MedusaObjective
+from trainer.drafts.dspark_training import DSparkObjective
+from trainer.heads.medusa1 import MedusaObjective
 from trainer.learning.fused import fused_loss
 from trainer.learning.losses import LossMix
 from trainer.learning.objective import Objective
@@ -50,7 +50,7 @@ from trainer.processes import ALONE
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.heads import FeaturesSection, HeadsSection
 from trainer.run.distributed import build_optimizers
-from trainer.run.feed import send
+from trainer.run.loop import send
 from trainer.target.features import StoredFeatures, ensure_features
 from trainer.target.loading import OnlineTarget, Target
 
@@ -318,8 +318,8 @@ def _train(
             indices = [(index * batch_size + begin + i) % len(examples) for i in range(micro)]
             host = collate([examples[i] for i in indices], indices)
             counts = objective.counts(host, index) * (batch_size // micro)
-            batch, ahead, counts = send((host, objective.ahead(host, index), counts), bench.device)
-            inputs = objective.inputs(batch, index, ahead)
+            batch, prefetched, counts = send((host, objective.prefetch(host, index), counts), bench.device)
+            inputs = objective.inputs(batch, index, prefetched)
             with torch.autocast(bench.device.type, torch.bfloat16):
                 weights = torch.tensor(objective.weights(index)).to(counts.device, non_blocking=True)
                 loss = objective.module(*inputs, weights / counts.clamp(min=1)).total

@@ -171,7 +171,7 @@ def export_all() -> None:
     """
     prompt = OUTPUT / "prompt.jsonl"
     prompt.write_text((RECIPES / "questions.jsonl").read_text(encoding="utf-8").partition("\n")[0])
-    for recipe, form, asked in (("medusa1", "headstart", NO_PROMPTS), ("dspark", "gguf", prompt)):
+    for recipe, form, asked in (("medusa1", "heads", NO_PROMPTS), ("dspark", "gguf", prompt)):
         folder = OUTPUT / "export" / f"{recipe}-{form}"
         shutil.rmtree(folder, ignore_errors=True)
         print(export(Path(artefact(recipe)), folder, form, report=OUTPUT / "report.json", prompts=asked))

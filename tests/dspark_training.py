@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Example, collate
-from trainer.drafts.dspark import DSparkObjective
 from trainer.drafts.dspark_start import initial_dspark
+from trainer.drafts.dspark_training import DSparkObjective
 from trainer.recipe.draft import DraftSection
 from trainer.target.loading import OnlineTarget
 
@@ -64,7 +64,7 @@ def reference_terms(
     objective: Any, target: PreTrainedModel, kind: Any, logits_after: Callable[..., Tensor] = logits_after
 ) -> list[Tensor]:
     """Σ divergence at each depth: each anchor's block by a forward of its own, behind its text alone."""
-    blocks, draft, model = objective.ahead(collate(TEXTS), 0).blocks, objective.module.draft, CausalLM(target)
+    blocks, draft, model = objective.prefetch(collate(TEXTS), 0).blocks, objective.module.draft, CausalLM(target)
     terms = [torch.zeros((), dtype=torch.float64) for _ in objective.terms]
     for row, example in enumerate(TEXTS):
         text = example.tokens.tolist()

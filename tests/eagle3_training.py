@@ -8,7 +8,7 @@ from tiny_training import tiny_tokenizer
 from transformers import PreTrainedModel
 
 from decoding.model.causal_lm import CausalLM
-from trainer.drafts.eagle3 import Eagle3Objective, initial_eagle3
+from trainer.drafts.eagle3_training import Eagle3Objective, initial_eagle3
 from trainer.recipe.draft import DraftSection
 from trainer.target.loading import OnlineTarget
 

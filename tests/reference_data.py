@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data.batch import Example, pack
 from trainer.data.encoding import RowEncoder
-from trainer.data.rows import open_source
+from trainer.data.sources import open_source
 from trainer.recipe.common import DataSection
 
 

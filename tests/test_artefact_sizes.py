@@ -106,7 +106,7 @@ def test_heads_that_are_not_finite_are_neither_read_nor_exported(
     break_weights(written_heads(tmp_path / "run"), "heads.1.lm_head.weight", value)
     for read in (
         lambda folder: load_heads(folder, tiny_llama),
-        lambda folder: export(folder, tmp_path / "out", "headstart"),
+        lambda folder: export(folder, tmp_path / "out", "heads"),
     ):
         with pytest.raises(ValueError, match=r"not finite, 1 of 256 values in heads\.1\.lm_head\.weight"):
             read(tmp_path / "run")

@@ -13,7 +13,7 @@ from trainer.export.companions import read_provenance
 from trainer.export.serve import ServerCommand
 from trainer.export.task import Artefact
 
-HEADS = Artefact("headstart", 1234, "bfloat16", hidden_size=8, vocab_size=12, layers=2, heads=2, tree_nodes=4)
+HEADS = Artefact("heads", 1234, "bfloat16", hidden_size=8, vocab_size=12, layers=2, heads=2, tree_nodes=4)
 DRAFT = Artefact("draft", 1234, "bfloat16", hidden_size=8, vocab_size=12, layers=2)
 PROVENANCE: dict[str, Any] = {
     "commit": "0123456789ab-dirty",
@@ -123,7 +123,7 @@ def test_the_card_holds_the_provenance_and_no_path_of_the_users_machine(tmp_path
 def test_the_base_model_is_named_only_if_it_is_on_the_hub_and_heads_of_an_adapted_target_are_not_its_own(
     tmp_path: Path, changes: dict[str, Any], base_model: str | None, argument: str
 ) -> None:
-    found = card(tmp_path, {**PROVENANCE, **changes}, artefact=Artefact("headstart", 9, "float32", 8, 12, 2, heads=2))
+    found = card(tmp_path, {**PROVENANCE, **changes}, artefact=Artefact("heads", 9, "float32", 8, 12, 2, heads=2))
     assert found.data.base_model == base_model and argument in found.text and "zoe" not in str(found)
     assert ("not even with the original `org/target-1b`" in found.text) == ("recipe" in changes)
 

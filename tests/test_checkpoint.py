@@ -56,8 +56,8 @@ def trained_model(seed: int = 0, steps: int = 3, **changes: Any) -> tuple[nn.Mod
     return model, optimizers
 
 
-def checkpoints(folder: Path, keep: int = 2, identity: dict[str, Any] | None = None) -> Checkpoints:
-    return Checkpoints(folder, keep, identity or IDENTITY)
+def checkpoints(folder: Path, keep: int = 2, origin: dict[str, Any] | None = None) -> Checkpoints:
+    return Checkpoints(folder, keep, origin or IDENTITY)
 
 
 def save(to: Checkpoints, model: nn.Module, optimizers: list[Optimizer], progress: Progress) -> None:
@@ -246,7 +246,7 @@ def test_another_recipe_is_refused_naming_what_differs(tmp_path: Path) -> None:
     save_steps(tmp_path, 2)
     other = {**IDENTITY, "training": {"steps": 11, "betas": (0.9, 0.95)}, "kind": "draft"}
     with pytest.raises(ValueError) as error:
-        load(checkpoints(tmp_path, identity=other), *trained_model())
+        load(checkpoints(tmp_path, origin=other), *trained_model())
     assert f"{tmp_path}/step-00000002 was made by a recipe with another kind, training.steps (10, now 11): " in str(
         error.value
     )

@@ -214,7 +214,7 @@ ERRORS = {
         "both --plan and --drafter are set: omit one",
     ),
     "a recipe that is not there": (["train", "nowhere.yaml"], "recipe nowhere.yaml does not exist"),
-    "an export of nothing": (["export", "nowhere", "out", "--format", "headstart"], "nowhere"),
+    "an export of nothing": (["export", "nowhere", "out", "--format", "heads"], "nowhere"),
     "a push of nothing": (["push", "nowhere", "org/name"], "nowhere"),
 }
 

@@ -113,7 +113,7 @@ def test_packed_documents_lose_what_they_lose_alone() -> None:
 def test_a_trimmed_draft_is_compared_on_the_tokens_it_writes_and_read_back_as_it_was_trained(tmp_path: Path) -> None:
     target = tiny_model("llama")
     objective = objective_for(target, vocabulary=6, loss={"forward_kl": 1, "acceptance": 1})
-    draft = objective.writing_draft()
+    draft = objective.decoding_copy()
     assert draft.output_tokens is not None and len(draft.output_tokens) == 6
     own, wanted = labelled_logits(objective.module.draft.eval(), BATCH), labelled_logits(target, BATCH)
     kinds: tuple[Any, ...] = ("forward_kl", "acceptance")

@@ -78,7 +78,7 @@ def test_the_folder_is_what_training_wrote_and_its_card_says_what_it_reads(
     assert "# DFlash draft for target\n" in (flash.folder / "README.md").read_text()
 
 
-@pytest.mark.parametrize("format", ["headstart", "draft"])
+@pytest.mark.parametrize("format", ["heads", "draft"])
 def test_formats_of_other_artefacts_do_not_take_it(tmp_path: Path, target: tuple[Path, CausalLM], format: str) -> None:
     with pytest.raises(
         ValueError, match=r"contains a DSpark draft, but format .* use format dspark or speculators or gguf"

@@ -183,12 +183,12 @@ def test_a_draft_learns_from_the_disk_what_it_learns_from_its_target(
     monkeypatch.setattr("trainer.target.loading._ENOUGH", 1)
     target, found = target_of(family), []
     store = stored(target, tmp_path)
-    assert store.identity.layers == "0, 1, 2" and not (tmp_path / "weights.safetensors").exists()
+    assert store.origin.layers == "0, 1, 2" and not (tmp_path / "weights.safetensors").exists()
     for states in (OnlineTarget(target), StoredTaps(target, store)):
         objective = made(target.model, taps=(0, 1), states=states)
-        ahead = objective.ahead(BATCH, 0)
-        assert (ahead.stored is None) == (not found)
-        sums = objective.module(*objective.inputs(BATCH, 0, ahead))
+        prefetched = objective.prefetch(BATCH, 0)
+        assert (prefetched.stored is None) == (not found)
+        sums = objective.module(*objective.inputs(BATCH, 0, prefetched))
         sums.total.backward()
         found.append([sums.losses, *(parameter.grad for parameter in objective.module.parameters())])
     for ours, theirs in zip(*found, strict=True):
@@ -210,10 +210,10 @@ def test_states_in_int8_have_a_scale_for_each_token_and_layer(tmp_path: Path) ->
 
 def test_three_taps_of_320_numbers_take_less_than_1000_bytes_a_token_in_int8(tmp_path: Path) -> None:
     said, target = io.StringIO(), target_of()
-    identity = stored(target, tmp_path, "int8", said=said).identity
+    origin = stored(target, tmp_path, "int8", said=said).origin
     assert "features: 26 tokens in" in said.getvalue() and ": 60 bytes a token" in said.getvalue()
-    assert estimate_bytes(EXAMPLES, identity) == 26 * 3 * (16 + 4)
-    wide = replace(identity, hidden_size=320)
+    assert estimate_bytes(EXAMPLES, origin) == 26 * 3 * (16 + 4)
+    wide = replace(origin, hidden_size=320)
     assert (wide.row_bytes, replace(wide, states="bf16").row_bytes) == (972, 1920)
 
 

@@ -18,8 +18,8 @@ from decoding.model.dspark_config import read_dspark_config
 from decoding.model.dspark_draft import DSparkDraft, PairedDSpark
 from decoding.model.loading import load_dspark
 from decoding.rules.best_tree import best_tree
-from trainer.drafts.dspark import rank_accuracies
 from trainer.drafts.dspark_start import initial_dspark, mask_token, spread_taps
+from trainer.drafts.dspark_training import rank_accuracies
 from trainer.drafts.start import initial_draft
 from trainer.recipe.draft import DraftSection, DSparkSection
 
@@ -242,8 +242,8 @@ TEXT, PROMPT = (3, 1, 4, 1, 5, 9, 2, 6), 3
 def test_a_ranks_accuracy_is_its_share_of_the_labels_behind_every_root(
     tiny_llama: CausalLM, form: dict[str, Any], together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.drafts.dspark._TOGETHER", together)
-    draft = objective_for(tiny_llama.model, **form).writing_draft()
+    monkeypatch.setattr("trainer.drafts.dspark_training._TOGETHER", together)
+    draft = objective_for(tiny_llama.model, **form).decoding_copy()
     found = rank_accuracies(PairedDSpark(draft, tiny_llama), [(TEXT, PROMPT), ((1, 2), 1)])
     for depth in range(4):
         places = []
@@ -259,6 +259,6 @@ def test_the_fitted_tree_is_saved_and_drafted_unless_a_chain_is_asked_for(tmp_pa
     assert objective.drafter().chains_only
     texts = [(example.tokens.tolist(), example.prompt_length) for example in TEXTS]
     objective.choose_tree(target, lambda: texts)
-    wanted = best_tree(rank_accuracies(PairedDSpark(objective.writing_draft(), target), texts), 5)
+    wanted = best_tree(rank_accuracies(PairedDSpark(objective.decoding_copy(), target), texts), 5)
     objective.save(tmp_path)
     assert read_dspark_config(tmp_path).tree == wanted and len(wanted) == 5 and objective.drafter().max_nodes == 6

@@ -14,7 +14,7 @@ from torch import Tensor
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_draft import PairedDSpark
 from trainer.data.batch import Example, collate, pack
-from trainer.drafts.dspark import CONFIDENCE, DSparkObjective, block_logits, labels_of, sample_blocks
+from trainer.drafts.dspark_training import CONFIDENCE, DSparkObjective, block_logits, labels_of, sample_blocks
 from trainer.target.loading import OnlineTarget
 
 WINDOWS = {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 3}

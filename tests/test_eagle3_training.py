@@ -25,8 +25,8 @@ from decoding.rules.drawing import GeneratorSource
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree
 from trainer.data.batch import Example, collate, pack
-from trainer.drafts import eagle3 as eagle3_module
-from trainer.drafts.eagle3 import Eagle3Objective, initial_eagle3, run_chains
+from trainer.drafts import eagle3_training as eagle3_module
+from trainer.drafts.eagle3_training import Eagle3Objective, initial_eagle3, run_chains
 from trainer.drafts.start import initial_draft
 from trainer.recipe.draft import DraftSection
 from trainer.target.loading import OnlineTarget
@@ -139,7 +139,7 @@ def test_no_chain_sees_another_nor_a_text_beside_its_own() -> None:
 def test_a_chain_is_trained_up_to_the_first_token_that_is_no_answers_and_never_on_a_texts_second_token() -> None:
     """Answers: tokens 2 to 4 and 6 to 9. Of a text of six tokens 2 to 5 are predicted: no slot is before token 1."""
     objective = eagle3_for(tiny_model("llama"), anchors=20, steps=3)
-    blocks = objective.ahead(collate([TURNS]), 0).blocks
+    blocks = objective.prefetch(collate([TURNS]), 0).blocks
     assert blocks.anchors.tolist() == [[1, 2, 3, 5, 6, 7, 8]]
     assert [of_step.tolist() for of_step in blocks.labelled] == [[0, 1, 2, 3, 4, 5, 6], [0, 1, 3, 4, 5], [0, 3, 4]]
     assert objective.counts(collate([TURNS])).tolist() == [7, 5, 3]

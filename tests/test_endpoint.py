@@ -22,7 +22,7 @@ from trainer.commands.options import RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
 from trainer.commands.usage import guarded
 from trainer.data.answers import Summary
-from trainer.data.rows import RowSource
+from trainer.data.sources import RowSource
 from trainer.servers import connection as connection_module
 from trainer.servers import endpoint as endpoint_module
 from trainer.servers.answers import Completion

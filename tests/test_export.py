@@ -21,7 +21,7 @@ from decoding.files.stored import write_weights
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_model
-from trainer.export import draft, headstart
+from trainer.export import folder_formats
 from trainer.export.exporter import export
 from trainer.recipe.reading import parse_recipe
 
@@ -95,12 +95,12 @@ def bits(tensor: torch.Tensor) -> bytes:
 def test_our_own_format_comes_back_bit_equal_in_its_stored_dtype(tmp_path: Path, change: dict[str, Any]) -> None:
     config = replace(CONFIG, **change)
     random_heads(config, torch.bfloat16).save_pretrained(tmp_path / "run")
-    summary = export(tmp_path / "run", tmp_path / "out", "headstart")
+    summary = export(tmp_path / "run", tmp_path / "out", "heads")
     before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("run", "out"))
     assert {name: bits(tensor) for name, tensor in before.items()} == {n: bits(t) for n, t in after.items()}
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
     assert MedusaHeads.from_pretrained(tmp_path / "out").config == config
-    assert "out, format headstart:" in str(summary) and "bit-equal" in summary.compared[0]
+    assert "out, format heads:" in str(summary) and "bit-equal" in summary.compared[0]
     assert summary.files == {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
     assert sorted(summary.files) == ["README.md", "config.json", "model.safetensors"]
     card = (tmp_path / "out" / "README.md").read_text()
@@ -138,10 +138,10 @@ def test_a_report_of_other_weights_or_on_another_target_does_not_get_onto_a_card
     for report, complaint in rejected:
         path = write_json(tmp_path / "report.json", report)
         with pytest.raises(ValueError, match=f"{complaint}.*: measure these weights with `headstart evaluate`, or"):
-            export(heads_folder, out, "headstart", report=path)
+            export(heads_folder, out, "heads", report=path)
     assert not out.exists()
     path = write_json(tmp_path / "report.json", report_of(heads=mine, target="feed"))
-    card = (export(heads_folder, out, "headstart", report=path).folder / "README.md").read_text()
+    card = (export(heads_folder, out, "heads", report=path).folder / "README.md").read_text()
     assert "base_model: org/target" in card and str(tmp_path) not in card
 
 
@@ -158,14 +158,14 @@ def test_a_corrupted_write_is_caught_and_leaves_nothing(
 
     monkeypatch.setattr("decoding.model.heads.write_weights", write_one_bit_wrong)
     with pytest.raises(ValueError, match="differs from what was written"):
-        export(heads_folder, tmp_path / "out", "headstart")
+        export(heads_folder, tmp_path / "out", "heads")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_corrupted_draft_is_caught(draft_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainer.export import draft
+    from trainer.export import folder_formats
 
-    load = draft._load
+    load = folder_formats._load
 
     def load_one_weight_wrong(folder: Path) -> Any:
         model, tokenizer = load(folder)
@@ -174,7 +174,7 @@ def test_a_corrupted_draft_is_caught(draft_folder: Path, tmp_path: Path, monkeyp
                 next(model.parameters()).view(-1)[0] += 1
         return model, tokenizer
 
-    monkeypatch.setattr(draft, "_load", load_one_weight_wrong)
+    monkeypatch.setattr(folder_formats, "_load", load_one_weight_wrong)
     with pytest.raises(ValueError, match="differs from what was written"):
         export(draft_folder, tmp_path / "out", "draft")
     assert list(tmp_path.iterdir()) == []
@@ -184,13 +184,13 @@ def test_a_corrupted_draft_is_caught(draft_folder: Path, tmp_path: Path, monkeyp
 
 
 def test_every_format_refuses_what_it_cannot_hold(heads_folder: Path, draft_folder: Path, tmp_path: Path) -> None:
-    for source, format in ((heads_folder, "draft"), (heads_folder, "gguf"), (draft_folder, "headstart")):
+    for source, format in ((heads_folder, "draft"), (heads_folder, "gguf"), (draft_folder, "heads")):
         with pytest.raises(ValueError, match="does not accept that: use format"):
             export(source, tmp_path / "out", format)
-    with pytest.raises(ValueError, match="format is 'onnx': use one of headstart, dspark"):
+    with pytest.raises(ValueError, match="format is 'onnx': use one of heads, dspark"):
         export(heads_folder, tmp_path / "out", "onnx")
-    with pytest.raises(ValueError, match="format 'headstart' lacks the type 'f32': omit it"):
-        export(heads_folder, tmp_path / "out", "headstart", type="f32")
+    with pytest.raises(ValueError, match="format 'heads' lacks the type 'f32': omit it"):
+        export(heads_folder, tmp_path / "out", "heads", type="f32")
     with pytest.raises(ValueError, match="format 'gguf' lacks the type 'q4': use one of f32"):
         export(draft_folder, tmp_path / "out", "gguf", type="q4")
     assert not (tmp_path / "out").exists()
@@ -200,10 +200,10 @@ def test_a_source_without_weights_or_tokenizer_is_refused(
     heads_folder: Path, draft_folder: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=r"the folder .*nowhere does not exist: use the folder of a training run"):
-        export(tmp_path / "nowhere", tmp_path / "out", "headstart")
+        export(tmp_path / "nowhere", tmp_path / "out", "heads")
     (heads_folder / "model.safetensors").rename(heads_folder / "model.bin")
     with pytest.raises(ValueError, match="contains no weights"):
-        export(heads_folder, tmp_path / "out", "headstart")
+        export(heads_folder, tmp_path / "out", "heads")
     bare = tmp_path / "bare"
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -213,15 +213,15 @@ def test_a_source_without_weights_or_tokenizer_is_refused(
 
 
 def test_an_occupied_destination_is_refused(heads_folder: Path, tmp_path: Path) -> None:
-    export(heads_folder, tmp_path / "out", "headstart")
+    export(heads_folder, tmp_path / "out", "heads")
     with pytest.raises(ValueError, match="not empty"):
-        export(heads_folder, tmp_path / "out", "headstart")
+        export(heads_folder, tmp_path / "out", "heads")
     for destination in (heads_folder, tmp_path):
         with pytest.raises(ValueError, match="is or contains the source"):
-            export(heads_folder, destination, "headstart")
+            export(heads_folder, destination, "heads")
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="not a folder"):
-        export(heads_folder, tmp_path / "file", "headstart")
+        export(heads_folder, tmp_path / "file", "heads")
 
 
 def test_an_exported_draft_names_no_code_that_is_not_with_it(draft_folder: Path, tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def final(tmp_path: Path) -> Path:
 
 def test_the_adapted_target_goes_with_its_heads(final: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    summary = export(final, out, "headstart")
+    summary = export(final, out, "heads")
     assert {"target/model.safetensors", "target/tokenizer.json", "model.safetensors"} <= summary.files.keys()
     assert stored_fingerprint(out / "target") == stored_fingerprint(final / "target")
     assert stored_fingerprint(out / "target") != stored_fingerprint(tmp_path / "target")
@@ -270,7 +270,7 @@ def test_a_target_that_is_copied_wrongly_is_caught_and_leaves_nothing(
     monkeypatch.setattr("trainer.export.companions.shutil.copyfile", copy)
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(ValueError, match=r"target/.* differs from its original after copying"):
-        export(final, tmp_path / "out", "headstart")
+        export(final, tmp_path / "out", "heads")
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
@@ -315,7 +315,7 @@ def test_exported_heads_draft_as_the_trained_ones(
     heads: Path, tmp_path: Path, name: str, change: dict[str, Any]
 ) -> None:
     random_heads(replace(HEADS, **change), torch.bfloat16).save_pretrained(heads)
-    sentence = export(heads.parent, tmp_path / "out", "headstart").compared[-1]
+    sentence = export(heads.parent, tmp_path / "out", "heads").compared[-1]
     assert sentence.startswith(
         f"3 prompts of heldout.jsonl decoded with both ({name}, tree of 3): 3/3 texts equal, 3/3 as"
     )
@@ -335,7 +335,7 @@ def test_without_target_or_prompts_the_export_says_what_to_give(heads: Path, tmp
 
     def told(name: str, **changes: Any) -> str:
         (heads / "provenance.json").write_text(json.dumps({**stored, **changes}))
-        return export(heads, tmp_path / name, "headstart").compared[-1]
+        return export(heads, tmp_path / name, "heads").compared[-1]
 
     elsewhere = told("1", target={"name": "org/none"})
     assert elsewhere.startswith("no prompts were decoded with the exported files: the target org/none cannot be ")
@@ -344,13 +344,13 @@ def test_without_target_or_prompts_the_export_says_what_to_give(heads: Path, tmp
     assert told("2").endswith("heldout.jsonl, is not on this machine; use a .jsonl file of prompts as --prompts")
     assert "the held-out prompts of the training run are not recorded" in told("3", recipe={})
     (heads / "provenance.json").unlink()
-    assert "pass it as --target" in export(heads, tmp_path / "bare", "headstart").compared[-1]
+    assert "pass it as --target" in export(heads, tmp_path / "bare", "heads").compared[-1]
 
 
 def test_heads_that_read_back_otherwise_are_caught_by_their_logits(
     heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = headstart.load_heads
+    read = folder_formats.load_heads
 
     def without_biases(folder: Path, target: Any) -> Any:
         wrong = read(folder, target)
@@ -359,18 +359,18 @@ def test_heads_that_read_back_otherwise_are_caught_by_their_logits(
                 parameter.mul_(0 if name.endswith("bias") and folder != heads else 1)
         return wrong
 
-    monkeypatch.setattr(headstart, "load_heads", without_biases)
+    monkeypatch.setattr(folder_formats, "load_heads", without_biases)
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(
         ValueError, match=r"decodes differently from the trained weights: the heads' logits differ after p"
     ):
-        export(heads, tmp_path / "out", "headstart")
+        export(heads, tmp_path / "out", "heads")
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
 def read_with_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the written draft read back as another one than the trained."""
-    load = draft.load_draft
+    load = folder_formats.load_draft
 
     def noisy(name: str, *rest: Any) -> Any:
         read = load(name, *rest)
@@ -380,7 +380,7 @@ def read_with_noise(monkeypatch: pytest.MonkeyPatch) -> None:
         return read
 
     torch.manual_seed(0)
-    monkeypatch.setattr(draft, "load_draft", noisy)
+    monkeypatch.setattr(folder_formats, "load_draft", noisy)
 
 
 def test_a_draft_that_reads_back_otherwise_is_caught_by_its_counts(
@@ -396,8 +396,8 @@ def test_a_format_that_rounds_tells_both_acceptances_and_its_texts_are_equal(
     target_as_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read_with_noise(monkeypatch)
-    describe = draft.describe_model
-    monkeypatch.setattr(draft, "describe_model", lambda *given: replace(describe(*given), rounded=True))
+    describe = folder_formats.describe_model
+    monkeypatch.setattr(folder_formats, "describe_model", lambda *given: replace(describe(*given), rounded=True))
     sentence = export(target_as_draft, tmp_path / "out", "draft").compared[-1]
     assert "3/3 texts equal, 3/3 as in plain decoding; trained: 4.33 tokens per target pass" in sentence
     assert "; exported: " in sentence and "4.33" not in sentence.partition("exported")[2]

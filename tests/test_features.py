@@ -24,7 +24,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.forward import capture_lm_head_input
 from trainer.data.batch import Batch, Example, collate
 from trainer.files.folders import ShardLayout
-from trainer.heads.medusa import MedusaObjective
+from trainer.heads.medusa1 import MedusaObjective
 from trainer.learning.fused import fused_loss
 from trainer.learning.losses import LossMix, SampledTailTeacher
 from trainer.processes import ALONE, Process
@@ -35,7 +35,7 @@ from trainer.target import features, teacher_cache
 from trainer.target import store as stores
 from trainer.target.features import (
     LARGEST_KL,
-    FeatureIdentity,
+    FeatureOrigin,
     FeatureStore,
     FeatureWriter,
     StoredFeatures,
@@ -44,7 +44,7 @@ from trainer.target.features import (
 )
 from trainer.target.loading import OnlineTarget, Target
 from trainer.target.store import ensure_store, estimate_bytes
-from trainer.target.teacher_cache import TeacherIdentity, TeacherStore, TeacherWriter, sample_tail
+from trainer.target.teacher_cache import TeacherOrigin, TeacherStore, TeacherWriter, sample_tail
 
 EXAMPLES = toy_examples(12)  # of 4 to 12 tokens
 SHARD_TOKENS = 30  # three shards of EXAMPLES
@@ -53,9 +53,9 @@ FAMILIES = ["llama", "gpt2", "qwen3-moe", "gemma3", "granite"]
 
 def identity_of(
     target: CausalLM, examples: Sequence[Example] = EXAMPLES, states: StatesDtype = "target"
-) -> FeatureIdentity:
+) -> FeatureOrigin:
     section = FeaturesSection(folder="features", states=states)
-    return FeatureIdentity.of(target, fingerprint(target.model), tiny_tokenizer(), examples, section)
+    return FeatureOrigin.of(target, fingerprint(target.model), tiny_tokenizer(), examples, section)
 
 
 def write(
@@ -66,10 +66,8 @@ def write(
     process: Process = ALONE,
 ) -> FeatureStore:
     """Complete features of EXAMPLES."""
-    identity = identity_of(target, states=states)
-    return FeatureStore(
-        folder, identity, ensure_store(writer(target, identity), EXAMPLES, folder, SHARD_TOKENS, process)
-    )
+    origin = identity_of(target, states=states)
+    return FeatureStore(folder, origin, ensure_store(writer(target, origin), EXAMPLES, folder, SHARD_TOKENS, process))
 
 
 class BreakingOff(FeatureWriter):
@@ -122,9 +120,9 @@ def test_documents_packed_into_one_example_are_stored_as_if_each_stood_alone(
     first, second = EXAMPLES[3].tokens.tolist(), EXAMPLES[6].tokens.tolist()
     both = (*first, *second)
     packed = [Example(both, (True,) * len(both), 0, (len(first), len(second))), EXAMPLES[0]]
-    identity = identity_of(tiny_llama, packed)
-    layout = ensure_store(FeatureWriter(tiny_llama, identity), packed, tmp_path, SHARD_TOKENS)
-    hidden = FeatureStore(tmp_path, identity, layout).hidden(collate(packed[:1], (0,)))[0]
+    origin = identity_of(tiny_llama, packed)
+    layout = ensure_store(FeatureWriter(tiny_llama, origin), packed, tmp_path, SHARD_TOKENS)
+    hidden = FeatureStore(tmp_path, origin, layout).hidden(collate(packed[:1], (0,)))[0]
     expected = torch.cat([alone(tiny_llama, first), alone(tiny_llama, second)])
     torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
 
@@ -230,11 +228,11 @@ def test_a_run_that_breaks_off_keeps_the_shards_it_finished_and_a_whole_store_is
         write(tiny_llama, tmp_path, writer=BreakingOff)
     before = written_at(tmp_path)
     assert 1 < len(before) < 4
-    identity = write(tiny_llama, tmp_path).identity
+    origin = write(tiny_llama, tmp_path).origin
     whole = written_at(tmp_path)
     assert before.items() < whole.items() and len(whole) == 4  # three shards and the weights
     monkeypatch.setattr(FeatureWriter, "compute_columns", None)
-    ensure_store(FeatureWriter(tiny_llama, identity), EXAMPLES, tmp_path, shard_rows=50)  # as other shards were begun
+    ensure_store(FeatureWriter(tiny_llama, origin), EXAMPLES, tmp_path, shard_rows=50)  # as other shards were begun
     assert written_at(tmp_path) == whole
 
 
@@ -291,8 +289,8 @@ def test_a_manifest_that_cannot_be_read_stops_the_run_and_loses_nothing(
 def test_features_made_with_something_else_are_refused_by_its_name_before_anything_is_said_of_them(
     tiny_llama: CausalLM, stored: FeatureStore, tmp_path: Path, what: str
 ) -> None:
-    other = replace(stored.identity, **{what: "float64"})
-    was, now = getattr(stored.identity, what), getattr(other, what)
+    other = replace(stored.origin, **{what: "float64"})
+    was, now = getattr(stored.origin, what), getattr(other, what)
     difference = f"other {what}" if what in ("target", "tokenizer", "data") else f"{what} {was} and not {now}"
     process, said = heard()
     with pytest.raises(ValueError, match=rf"features made with {difference}: set features.folder to another folder"):
@@ -310,7 +308,7 @@ def test_an_identity_changes_with_the_target_the_tokenizer_and_each_token(tiny_l
     assert identity_of(CausalLM(tiny_model(seed=1))).target != base.target
     words = ("<unk>", "<eos>", "<user>", "<assistant>", *"bacdefghijkl")
     section = FeaturesSection(folder="features")
-    other = FeatureIdentity.of(tiny_llama, base.target, tiny_tokenizer(words=words), EXAMPLES, section)
+    other = FeatureOrigin.of(tiny_llama, base.target, tiny_tokenizer(words=words), EXAMPLES, section)
     assert other.tokenizer != base.tokenizer and other.data == base.data
 
 
@@ -330,8 +328,8 @@ def test_the_estimate_is_what_the_files_take(
 
     In int8 a token is 16 bytes and its scale.
     """
-    identity = write(tiny_llama, tmp_path, states=states).identity
-    estimate = estimate_bytes(EXAMPLES, identity)
+    origin = write(tiny_llama, tmp_path, states=states).origin
+    estimate = estimate_bytes(EXAMPLES, origin)
     assert estimate == 87 * size + 16 * 16 * 4
     taken = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert estimate < taken < estimate + 4 * 400  # of four files' headers
@@ -358,20 +356,20 @@ LABELLED = [int(collate([example]).labelled(1).sum()) for example in EXAMPLES]
 SHARD_ROWS = 12  # four shards of EXAMPLES
 
 
-def teacher_identity(
+def teacher_origin(
     target: CausalLM, examples: Sequence[Example] = EXAMPLES, top_k: int = 3, tail: int = 2, temperature: float = 1.0
-) -> TeacherIdentity:
+) -> TeacherOrigin:
     section = TeacherSection(folder="anywhere", top_k=top_k, tail=tail)
-    return TeacherIdentity.of(target, fingerprint(target.model), tiny_tokenizer(), examples, section, temperature)
+    return TeacherOrigin.of(target, fingerprint(target.model), tiny_tokenizer(), examples, section, temperature)
 
 
 def write_cache(
     target: CausalLM, folder: Path, shard_rows: int = SHARD_ROWS, examples: Sequence[Example] = EXAMPLES, **options: Any
 ) -> TeacherStore:
     """A complete cache."""
-    identity = teacher_identity(target, examples, **options)
-    layout = ensure_store(TeacherWriter(target, identity), examples, folder, shard_rows)
-    return TeacherStore(folder, identity, layout)
+    origin = teacher_origin(target, examples, **options)
+    layout = ensure_store(TeacherWriter(target, origin), examples, folder, shard_rows)
+    return TeacherStore(folder, origin, layout)
 
 
 def batch_of(*indices: int) -> Batch:
@@ -435,7 +433,7 @@ def test_ids_beyond_two_bytes_come_back(tmp_path: Path) -> None:
     assert torch.equal(tokens[:, :40], logits.topk(40).indices) and (tokens >= 1 << 16).any()
     torch.testing.assert_close(found.known.logits, logits.gather(1, tokens), rtol=1e-5, atol=1e-5)
     for vocab_size, size in ((65_536, 244), (65_537, 304)):  # of 60 tokens in bf16
-        assert TeacherIdentity("", "", "", vocab_size, "bfloat16", top_k=48, tail=12, temperature=1.0).row_bytes == size
+        assert TeacherOrigin("", "", "", vocab_size, "bfloat16", top_k=48, tail=12, temperature=1.0).row_bytes == size
 
 
 def test_an_example_without_a_trained_token_has_no_rows_and_is_not_run(
@@ -454,7 +452,7 @@ def test_an_example_without_a_trained_token_has_no_rows_and_is_not_run(
     store = write_cache(tiny_llama, tmp_path, examples=examples)
     assert sorted(run) == [1, 2, 3]
     packed = Example((1, 2, 3, 4, 5, 6, 7), (True, False, True, True, True, False, True), 0, (3, 1, 3))
-    assert teacher_identity(tiny_llama).num_rows(packed) == 2, "tokens 3 and 4 begin documents"
+    assert teacher_origin(tiny_llama).num_rows(packed) == 2, "tokens 3 and 4 begin documents"
     found = store.for_batch(collate([nothing, EXAMPLES[0], nothing], (0, 1, 4)))
     assert len(tokens_of(found)) == LABELLED[0]
     assert len(tokens_of(store.for_batch(collate([nothing], (0,))))) == 0
@@ -520,7 +518,7 @@ def test_draws_of_an_example_do_not_depend_on_its_neighbours_and_differ_between_
 def test_any_number_of_processes_and_a_run_broken_off_write_the_same_files(
     tiny_llama: CausalLM, tmp_path: Path
 ) -> None:
-    writer = TeacherWriter(tiny_llama, teacher_identity(tiny_llama))
+    writer = TeacherWriter(tiny_llama, teacher_origin(tiny_llama))
 
     class BreakingOff(TeacherWriter):
         def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
@@ -532,7 +530,7 @@ def test_any_number_of_processes_and_a_run_broken_off_write_the_same_files(
     for process in (1, 0, 2):
         ensure_store(writer, EXAMPLES, tmp_path / "three", SHARD_ROWS, Process(process, 3))
     with pytest.raises(KeyboardInterrupt):
-        ensure_store(BreakingOff(tiny_llama, writer.identity), EXAMPLES, tmp_path / "broken", SHARD_ROWS)
+        ensure_store(BreakingOff(tiny_llama, writer.origin), EXAMPLES, tmp_path / "broken", SHARD_ROWS)
     begun = files_of(tmp_path / "broken")
     ensure_store(writer, EXAMPLES, tmp_path / "broken", SHARD_ROWS)
     whole = files_of(tmp_path / "one")
@@ -563,5 +561,5 @@ def test_a_whole_cache_on_a_disk_that_cannot_be_written_is_read_and_another_is_r
 def test_a_cache_that_leaves_no_rest_to_draw_from_is_refused(tiny_llama: CausalLM, top_k: int) -> None:
     expected = rf"draft\.teacher\.top_k is {top_k}, but the target has 16 tokens: lower it"
     with pytest.raises(ValueError, match=expected):
-        teacher_identity(tiny_llama, top_k=top_k)
-    assert teacher_identity(tiny_llama, top_k=15).row_bytes == 17 * (2 + 4) + 4
+        teacher_origin(tiny_llama, top_k=top_k)
+    assert teacher_origin(tiny_llama, top_k=15).row_bytes == 17 * (2 + 4) + 4

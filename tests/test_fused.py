@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.learning import fused
 from trainer.learning.fused import Bias, fused_loss
-from trainer.learning.losses import HiddenTeacher, KnownLogits, LossMix, Places, SampledTailTeacher
+from trainer.learning.losses import HiddenTeacher, KnownLogits, LabelGroups, LossMix, SampledTailTeacher
 from trainer.recipe.common import Divergence, Term
 
 CROSS_ENTROPY = one("cross_entropy")
@@ -53,8 +53,8 @@ def test_a_fused_loss_is_the_plain_formula_and_so_are_its_gradients(
 
 
 def test_however_many_places_there_are_a_step_moves_two_objects() -> None:
-    """`trainer.run.feed` walks every object of a micro batch three times; a tuple of numbers is one for each."""
-    assert len(tree_leaves(Places.of(torch.arange(TOKENS)))) == 2 + 2, "order and positions, then the places"
+    """`trainer.run.loop` walks every object of a micro batch three times; a tuple of numbers is one for each."""
+    assert len(tree_leaves(LabelGroups.of(torch.arange(TOKENS)))) == 2 + 2, "order and positions, then the groups"
 
 
 @pytest.mark.parametrize("weights", MIXES, ids="+".join)
@@ -75,14 +75,14 @@ def test_rows_that_predict_the_same_token_share_its_label_its_target_and_its_bia
     logits = hidden @ weight.T + (bias.hidden @ bias.weight.T)[of_rows]
     each = [(logits[i : i + 1], labels[at : at + 1], target[at : at + 1]) for i, at in enumerate(positions)]
     losses = torch.stack([reference(row, label, LossMix(weights), wanted) for row, label, wanted in each])
-    order, distinct, places = Places.of(of_rows)
+    order, distinct, groups = LabelGroups.of(of_rows)
     found = fused_loss(
         hidden[order],
         weight,
         labels[distinct],
         LossMix(weights),
         teacher._replace(hidden=teacher.hidden[distinct]),
-        places=places,
+        groups=groups,
         row_weights=row_weights[order],
         bias=Bias(bias.hidden[distinct], bias.weight),
         chunk=chunk,

@@ -24,11 +24,11 @@ from decoding.model.markov import MarkovBias
 from decoding.model.vocabulary import d2t_of
 from trainer.data.batch import Batch, Example
 from trainer.drafts.dspark_start import start_dspark
-from trainer.heads.medusa import MedusaObjective, start_heads, with_sharing
+from trainer.heads.medusa1 import MedusaObjective, start_heads, with_sharing
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.heads import HeadsSection
 from trainer.run.distributed import build_optimizers, set_learning_rates
-from trainer.target.least_squares import Fit, fit_states, start_bias
+from trainer.target.initial import Fit, fit_states, start_bias
 from trainer.target.loading import OnlineTarget
 
 CONFIG = MedusaConfig(hidden_size=16, vocab_size=16, num_heads=3, tree=((0,), (1,), (0, 0), (0, 0, 2)))
@@ -254,7 +254,7 @@ def examples(count: int, known: Sequence[int] = range(VOCAB)) -> list[Example]:
 
 
 def test_states_that_follow_a_linear_rule_give_its_coefficients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.target.least_squares._RIDGE", 1e-6)
+    monkeypatch.setattr("trainer.target.initial._RIDGE", 1e-6)
     states = Recurrent()
     fit = fit_states(states, examples(200), 2, 10**6)
     assert fit.tokens.tolist() == list(range(VOCAB)) and fit.counts.sum() == 200 * 28
@@ -266,8 +266,8 @@ def test_states_that_follow_a_linear_rule_give_its_coefficients(monkeypatch: pyt
 
 def test_the_second_head_is_fitted_beside_the_firsts_means(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against one regression of all pairs that are written out. Eight rows run together."""
-    monkeypatch.setattr("trainer.target.least_squares._TOGETHER", 8 * 30)
-    monkeypatch.setattr("trainer.target.least_squares._RIDGE", 1e-6)
+    monkeypatch.setattr("trainer.target.initial._TOGETHER", 8 * 30)
+    monkeypatch.setattr("trainer.target.initial._RIDGE", 1e-6)
     rows = examples(13)
     fit = fit_states(Recurrent(noise=0.5), rows, 2, 10**6)
     again, x, y, b = Recurrent(noise=0.5), list[Tensor](), list[Tensor](), list[int]()

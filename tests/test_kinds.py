@@ -10,7 +10,7 @@ from tiny_training import recipe_content, write_corpus, write_rows, write_target
 
 from trainer.processes import Process
 from trainer.recipe.reading import parse_recipe
-from trainer.run.train import assemble
+from trainer.run.job import assemble
 from trainer.target.loading import StoredTarget, Target
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Batch, Example
-from trainer.heads.medusa import MedusaObjective
+from trainer.heads.medusa1 import MedusaObjective
 from trainer.learning.objective import Objective
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.heads import HeadsSection
@@ -155,7 +155,7 @@ def test_any_error_of_a_hook_ends_the_run_with_its_state_saved(tmp_path: Path) -
 
 
 class _InfiniteSlope(torch.autograd.Function):
-    """The identity, with a gradient of infinity."""
+    """The origin, with a gradient of infinity."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -233,11 +233,11 @@ def test_what_is_frozen_is_neither_moved_nor_saved_and_need_not_be_there_to_resu
 
 
 def test_processes_that_read_other_rows_are_stopped_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    def job(**identity: str) -> Any:
-        return SimpleNamespace(identity={"output": "here", "training data": "3f", "held-out data": "12", **identity})
+    def job(**origin: str) -> Any:
+        return SimpleNamespace(origin={"output": "here", "training data": "3f", "held-out data": "12", **origin})
 
     def check_beside(first: Any) -> None:
-        monkeypatch.setattr(train, "from_first", lambda work: bound(first.identity))
+        monkeypatch.setattr(train, "from_first", lambda work: bound(first.origin))
         _check_one_job(job())
 
     check_beside(job())
@@ -293,7 +293,7 @@ def test_a_run_is_the_same_to_the_bit_whether_anything_is_prepared_ahead(
     with pytest.raises(Interrupted):
         train_toy(tmp_path / "b", KINDS[kind](), stopped, micro_batch_size=2, steps=4)
     stopped.actions.clear()
-    monkeypatch.setattr("trainer.run.feed.ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr("trainer.run.loop.ThreadPoolExecutor", AtOnce)
     train_toy(tmp_path / "b", KINDS[kind](), stopped, micro_batch_size=2, steps=4)
     train_toy(tmp_path / "c", KINDS[kind](), at_once, micro_batch_size=2, steps=4)
     assert ahead.figures == at_once.figures == stopped.figures and len(ahead.figures) == 4
@@ -308,11 +308,11 @@ class Diary(ToyObjective):
         self.by: set[str] = set()
         self.trained = 0
 
-    def ahead(self, batch: Batch, step: int) -> None:
+    def prefetch(self, batch: Batch, step: int) -> None:
         self.by.add(threading.current_thread().name)
         next(event for event in self.prepared if not event.is_set()).set()
 
-    def inputs(self, batch: Batch, step: int, ahead: Any = None) -> tuple[Tensor, ...]:
+    def inputs(self, batch: Batch, step: int, prefetched: Any = None) -> tuple[Tensor, ...]:
         after = self.prepared[self.trained + 1 :]
         assert not after or after[0].wait(timeout=60), "the next micro batch is prepared while this one trains"
         assert not any(event.is_set() for event in after[1:]), "one alone is prepared ahead"

@@ -17,7 +17,7 @@ from decoding.model.heads import MedusaHeads
 from decoding.model.loading import load_model
 from trainer.data.batch import Batch, Example, collate
 from trainer.data.dataset import Dataset
-from trainer.heads.medusa import HeadInputs, HeadLabels, MedusaObjective
+from trainer.heads.medusa1 import HeadInputs, HeadLabels, MedusaObjective
 from trainer.heads.medusa2 import TARGET_FOLDER, Medusa2Objective
 from trainer.recipe.common import LossSection
 from trainer.recipe.heads import AdaptersSection, HeadsSection
@@ -91,7 +91,7 @@ def test_the_tree_is_chosen_by_the_heads_accuracies(counting: CausalLM, monkeypa
     """Nodes by their products: .6, .6*.5 = .3, .6*.2 = .12 (head 1's second), .3*.4 = .12, .1; the best three."""
     objective = medusa_on(counting, HeadsSection(num_heads=3, tree_nodes=3))
     shares = [[0.6, 0.1], [0.5, 0.15], [0.2, 0.1]]
-    monkeypatch.setattr("trainer.heads.medusa.rank_accuracies", lambda *_: shares)
+    monkeypatch.setattr("trainer.heads.medusa1.rank_accuracies", lambda *_: shares)
     objective.choose_tree(counting, list)
     assert objective.module.heads.config.tree == ((0,), (1,), (0, 0))
 

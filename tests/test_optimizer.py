@@ -5,9 +5,8 @@ import torch
 from tiny_models import tiny_model
 from torch import nn
 
-from trainer.learning.muon import Muon
 from trainer.recipe.common import TrainingSection
-from trainer.run.distributed import PREFIX, build_optimizers, set_learning_rates
+from trainer.run.distributed import PREFIX, Muon, build_optimizers, set_learning_rates
 
 MUON = TrainingSection(steps=1, optimizer="muon", learning_rate=0.02, weight_decay=0.1)
 

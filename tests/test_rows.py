@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 from tiny_training import write_rows
 
-from trainer.data.rows import Row, open_source
+from trainer.data.sources import Row, open_source
 from trainer.recipe.common import DataSection
 
 SECTION = DataSection(train="t", heldout="h")

@@ -15,8 +15,8 @@ from tiny_training import tiny_tokenizer, write_rows
 from decoding.generate import DecodingConfig
 from trainer.commands.options import RegenerateOptions
 from trainer.data.answers import AnswerFile, Outcome, described_prompts
-from trainer.data.rows import open_source
 from trainer.data.self_written import SelfWritten, UserTurn, read_request
+from trainer.data.sources import open_source
 from trainer.recipe.common import DataSection
 
 TEMPLATE = (

@@ -17,7 +17,7 @@ from trainer.export.vllm_proposer import HeadsProposer
 TARGET = "org/target"
 PLAN = ServingPlan("M, 2 threads", (), ((1, 2, 3), (3, 8, 1), (9, 16, 0)))
 DRAFT = Artefact("draft", 9, "float32", hidden_size=8, vocab_size=128, layers=1)
-HEADS = replace(DRAFT, format="headstart", heads=3)
+HEADS = replace(DRAFT, format="heads", heads=3)
 DSPARK = replace(DRAFT, format="dspark", at_once=4, markov_rank=8)
 DFLASH = replace(DSPARK, markov_rank=0)
 EAGLE3 = replace(DRAFT, format="eagle3", eagle3=True)

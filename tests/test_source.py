@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tiny_training import Recorder, ToyObjective, toy_examples, train_toy
 
-from trainer.data.batch import Example, Offline, PlacedExample, batch_indices
+from trainer.data.batch import Example, IndexedExample, Offline, batch_indices
 
 DATA = toy_examples(5)
 
@@ -16,7 +16,7 @@ def test_a_fixed_set_gives_the_examples_of_its_order_with_their_places(batch_siz
     source = Offline(DATA, batch_size, seed=3)
     for step in range(7):
         indices = batch_indices(step, batch_size, 5, 3)
-        assert source.examples_at(step, range(batch_size)) == [PlacedExample(DATA[index], index) for index in indices]
+        assert source.examples_at(step, range(batch_size)) == [IndexedExample(DATA[index], index) for index in indices]
         assert not source.writes_at(step)
 
 
@@ -33,9 +33,9 @@ class Diary:
         self.asked.append(("write", step, tuple(positions)))
         return {"generated/texts": 3.0, "generated/seconds": 0.5}
 
-    def examples_at(self, step: int, positions: Sequence[int]) -> list[PlacedExample]:
+    def examples_at(self, step: int, positions: Sequence[int]) -> list[IndexedExample]:
         self.asked.append(("rows", step, tuple(positions)))
-        return [PlacedExample(Example((step, position), (False, True), 0), -1) for position in positions]
+        return [IndexedExample(Example((step, position), (False, True), 0), -1) for position in positions]
 
 
 def test_the_loop_lets_a_source_write_before_the_steps_that_need_it_and_logs_its_figures(tmp_path: Path) -> None:

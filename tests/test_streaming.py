@@ -20,7 +20,7 @@ from tiny_training import tiny_tokenizer, write_rows
 from trainer.commands.options import RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
 from trainer.data.dataset import Dataset, load_dataset
-from trainer.data.rows import PRESETS, Preset, stream_prompts
+from trainer.data.sources import PRESETS, Preset, stream_prompts
 from trainer.recipe.common import DataSection
 
 NAME, SHARDS, PER_SHARD = "zoe/chats", 4, 30

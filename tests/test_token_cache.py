@@ -16,8 +16,8 @@ from trainer.data import dataset, encoding
 from trainer.data.batch import Example
 from trainer.data.chat import TranscriptEncoder
 from trainer.data.dataset import cache_folder, fingerprint, load_dataset
-from trainer.data.rows import open_source
-from trainer.files.folders import digest_of_each
+from trainer.data.sources import open_source
+from trainer.files.folders import fingerprint_of_all
 from trainer.recipe.common import DataSection
 
 UNMARKED = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
@@ -215,6 +215,6 @@ def test_the_digest_changes_with_every_token_mark_document_and_prompt() -> None:
         Example(tokens, mask, 1, (2, 2)),
     ]
     many = [[base], *([other] for other in others), [base, base], [base, others[0]], [others[0], base]]
-    assert len({digest_of_each(example.content() for example in examples) for examples in many}) == len(many)
+    assert len({fingerprint_of_all(example.content() for example in examples) for examples in many}) == len(many)
     same = Example(np.array([1, 2, 3, 4]), np.array([0, 1, 1, 1]), 1)
-    assert digest_of_each([same.content()]) == digest_of_each([base.content()])
+    assert fingerprint_of_all([same.content()]) == fingerprint_of_all([base.content()])

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from decoding.drafters import Drafter
 from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Batch, BatchSource, Example, Offline
-from trainer.heads.medusa import MedusaObjective
+from trainer.heads.medusa1 import MedusaObjective
 from trainer.learning.objective import EVERYWHERE_THE_SAME, TermSums
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.heads import HeadsSection
@@ -141,10 +141,10 @@ class ToyObjective:
     def counts(self, batch: Batch, step: int = 0) -> Tensor:
         return batch.trained[:, 1:].sum()[None]
 
-    def ahead(self, batch: Batch, step: int) -> None:
+    def prefetch(self, batch: Batch, step: int) -> None:
         pass
 
-    def inputs(self, batch: Batch, step: int, ahead: Any = None) -> tuple[Tensor, ...]:
+    def inputs(self, batch: Batch, step: int, prefetched: Any = None) -> tuple[Tensor, ...]:
         return batch.tokens, batch.trained, self.factor
 
     def drafter(self) -> Drafter | None:
@@ -216,7 +216,7 @@ def train_toy(
             source,
             section,
             accelerator,
-            Checkpoints(folder, keep=2, identity={"seed": section.seed}),
+            Checkpoints(folder, keep=2, origin={"seed": section.seed}),
             checkpoint_every,
             evaluate_every,
             (recorder or Recorder()).hooks(),

@@ -243,7 +243,7 @@ def diagnose(options: check_options.DiagnoseOptions) -> bool:
 
 
 @command(
-    app, "headstart export runs/heads/final exported/heads --format headstart \\\n  --report runs/measured/report.json"
+    app, "headstart export runs/heads/final exported/heads --format heads \\\n  --report runs/measured/report.json"
 )
 def export(options: option_sets.ExportOptions) -> None:
     """Write heads or a draft in a format that servers load.

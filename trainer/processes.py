@@ -97,10 +97,10 @@ def on_first(work: Callable[[], object]) -> None:
 
 def from_first(work: Callable[[], Result]) -> Result:
     """Do the work on the first process and return its result on all; its error becomes an error on all."""
-    found = [agreed(cast(Callable[[], Result | None], work) if _is_first() else lambda: None, patient=True)]
+    results = [agreed(cast(Callable[[], Result | None], work) if _is_first() else lambda: None, patient=True)]
     if not _is_alone():
-        dist.broadcast_object_list(found)
-    return cast(Result, found[0])
+        dist.broadcast_object_list(results)
+    return cast(Result, results[0])
 
 
 def _is_alone() -> bool:

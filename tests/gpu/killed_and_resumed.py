@@ -31,7 +31,7 @@ from trainer.run.train import run_recipe
 LAST, KILLED_AFTER = 6, 3
 DSPARK = {"block_size": 3, "markov_rank": 4, "anchors": 4, "layers": 1, "mask_token": "<user>"}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "headstart": ("medusa", {"heads": {"num_heads": 2}, "training": {"optimizer": "adamw"}}),
+    "heads": ("medusa", {"heads": {"num_heads": 2}, "training": {"optimizer": "adamw"}}),
     "dspark": ("draft", {"draft": {"dspark": DSPARK}, "training": {"optimizer": "muon"}}),
     "eagle3": ("draft", {"draft": {"eagle3": {"steps": 3, "taps": [0]}}, "training": {"optimizer": "muon"}}),
 }

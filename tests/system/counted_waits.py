@@ -30,8 +30,7 @@ from trainer.recipe.common import TrainingSection
 from trainer.recipe.heads import AdaptersSection, HeadsSection
 from trainer.run.checkpoint import Progress
 from trainer.run.distributed import build_optimizers
-from trainer.run.feed import Feed
-from trainer.run.loop import _STOP, _step
+from trainer.run.loop import _STOP, Feed, _step
 
 MICRO_BATCHES = 2
 SECTION = TrainingSection(steps=3, batch_size=8, micro_batch_size=8 // MICRO_BATCHES, mixed_precision="no")

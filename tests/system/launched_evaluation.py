@@ -15,11 +15,10 @@ from tiny_training import recipe_content
 
 import trainer.run.heldout
 from decoding.measure.measurement import count_steps
-from trainer.job import Job
 from trainer.processes import ALONE
 from trainer.recipe.reading import parse_recipe
 from trainer.run.heldout import Evaluator
-from trainer.run.train import assemble
+from trainer.run.job import Job, assemble
 from trainer.target.loading import Target
 
 decoded: list[Sequence[int]] = []

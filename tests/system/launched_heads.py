@@ -25,7 +25,7 @@ import trainer.run.loop
 from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Offline
-from trainer.heads.medusa import HeadInputs, MedusaObjective, MedusaTraining
+from trainer.heads.medusa1 import HeadInputs, MedusaObjective, MedusaTraining
 from trainer.learning.objective import TermSums
 from trainer.processes import build_accelerator, describe, zero_stage
 from trainer.recipe.common import LossSection, TrainingSection

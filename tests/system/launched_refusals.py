@@ -56,9 +56,9 @@ def evaluate(folder: Path) -> object:
 PLACES = {
     "target": Place(1, "trainer.target.loading.load_model", train()),
     "rows": Place(1, "trainer.data.dataset.load_dataset", train()),
-    "batches": Place(1, "trainer.run.feed.collate", train()),
+    "batches": Place(1, "trainer.run.loop.collate", train()),
     "metrics": Place(0, "trainer.run.log.Log.step", train("training.steps=3"), OSError),
-    "tree": Place(1, "trainer.heads.medusa.fit_tree", train("training.steps=1")),
+    "tree": Place(1, "trainer.heads.medusa1.fit_tree", train("training.steps=1")),
     "lock": Place(0, "trainer.target.store.hold", features),
     "shards": Place(1, "trainer.target.store.write_sealed", features, OSError),
     "models": Place(1, "trainer.commands.evaluate.load_models", evaluate),

@@ -33,7 +33,7 @@ ASKED_FOR = "HEADSTART_VLLM" in os.environ and vllm_python() is not None
 pytestmark = pytest.mark.skipif(not ASKED_FOR, reason="runs in vLLM's own environment, by `make vllm`")
 
 PROMPTS, MAX_NEW_TOKENS, DRAFT_TOKENS = 6, 40, 4
-HEADS = Artefact("headstart", 0, "float32", hidden_size=64, vocab_size=128, layers=1, heads=TOKENS)
+HEADS = Artefact("heads", 0, "float32", hidden_size=64, vocab_size=128, layers=1, heads=TOKENS)
 TRAINED: dict[str, dict[str, Any]] = {
     "heads": {},
     "shared": {"shared": True},
@@ -82,7 +82,7 @@ def cases_of(desk: Desk) -> list[VllmCase]:
     folder, target = desk.folder, desk.target
     heads = {name: folder / name for name in TRAINED}
     for name, given in TRAINED.items():
-        export(desk.write_heads(f"{name}-run", **given), heads[name], "headstart")
+        export(desk.write_heads(f"{name}-run", **given), heads[name], "heads")
     write_weights(heads["biased"], read_weights(heads["biased"], ""), 30_000)  # in shards
     export(desk.write_draft("draft-run"), folder / "draft", "draft")
     export(desk.write_dflash("dflash-run"), folder / "dflash", "dspark", target=str(folder / "target"))

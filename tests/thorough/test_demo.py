@@ -135,13 +135,13 @@ def test_texts_that_part_are_judged_by_the_targets_margin(models: Models, monkey
     other = (last.tokens[-1] + 1) % 128
     race.speculative.steps[-1] = last._replace(tokens=(*last.tokens[:-1], other))
     ending = race._compare()
-    assert ending.verdict == "fault" and ending.alike == 23 and ending.margin is not None and ending.margin > 0.01
+    assert ending.conclusion == "fault" and ending.alike == 23 and ending.margin is not None and ending.margin > 0.01
     monkeypatch.setattr("decoding.measure.proof.greedy.near_tie", lambda dtype: ending.margin)
-    assert race._compare().verdict == "near-tie"
+    assert race._compare().conclusion == "near-tie"
     race.speculative.steps.pop()
-    assert race._compare().verdict == "fault", "no rounding ends a text"
+    assert race._compare().conclusion == "fault", "no rounding ends a text"
     race.stopped, race.plain.finished = True, False
-    assert race._compare().verdict == "stopped"
+    assert race._compare().conclusion == "stopped"
 
 
 def test_a_sampled_race_writes_the_text_of_its_seed_and_its_label(models: Models) -> None:
@@ -155,7 +155,7 @@ def test_a_sampled_race_writes_the_text_of_its_seed_and_its_label(models: Models
         lossy
     ) and 'class="badge lossless">lossless' in app().HTML.texts(race)
     assert lossy.ending is not None and (
-        lossy.ending.verdict == "equal" or "do not follow the target" in app().HTML.summary(lossy)
+        lossy.ending.conclusion == "equal" or "do not follow the target" in app().HTML.summary(lossy)
     )
 
 

@@ -36,8 +36,8 @@ from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.commands.check_options import DiagnoseOptions
 from trainer.commands.diagnose import run_diagnose
 from trainer.data.batch import Example, collate
-from trainer.drafts.dspark import DSparkObjective
 from trainer.drafts.dspark_start import initial_dspark
+from trainer.drafts.dspark_training import DSparkObjective
 from trainer.files.transformers4 import write_model
 from trainer.recipe.draft import DraftSection
 from trainer.servers.misreadings import continued_logits
@@ -116,7 +116,7 @@ class Museum:
             return contrasted(losses)
 
         fit(draft.parameters(), loss, 200)
-        return objective.writing_draft()
+        return objective.decoding_copy()
 
     def eagle3(self, post_norm: bool) -> nn.Module:
         """Train an EAGLE-3 draft that writes the tokens of the texts, from states after the final norm if told so."""

@@ -19,11 +19,11 @@ from torch.nn import functional as F
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
-from trainer.data.batch import Batch, BatchSource, Example, Offline, PlacedExample, collate
+from trainer.data.batch import Batch, BatchSource, Example, IndexedExample, Offline, collate
 from trainer.drafts.distill import DistillObjective, OnlineTeacher
 from trainer.drafts.on_policy import GeneratedText, Origin, WindowFiles
 from trainer.drafts.start import InitialDraft
-from trainer.heads.medusa import MedusaObjective, heads_for_decoding
+from trainer.heads.medusa1 import MedusaObjective, decoding_copy
 from trainer.processes import Process
 from trainer.recipe.common import LossSection
 from trainer.recipe.draft import DraftSection, PolicySection
@@ -38,7 +38,7 @@ def written_in(folder: Path, done: int = 0) -> list[GeneratedText]:
     return WindowFiles(folder, tiny_tokenizer(), 100).read(done)
 
 
-def batches(source: BatchSource, steps: Sequence[int], positions: Sequence[int] = ALL) -> list[list[PlacedExample]]:
+def batches(source: BatchSource, steps: Sequence[int], positions: Sequence[int] = ALL) -> list[list[IndexedExample]]:
     """What the loop gets of a source."""
     found = []
     for step in steps:
@@ -135,7 +135,7 @@ class Distilling:
     def train(self, **training: Any) -> list[Tensor]:
         """To the end, or to where the recorder stops it; returns the weights."""
         self.objective = self._fresh()
-        writer = self.objective.writing_draft
+        writer = self.objective.decoding_copy
         settings = {"steps": 7, "batch_size": 4, "micro_batch_size": 4, **training}
         source = source_of(self._folder / "generated", self._policy, training_of(**settings), writer)
         train_toy(self._folder / "checkpoints", self.objective, self.recorder, source, **settings)
@@ -349,7 +349,7 @@ def test_saved_heads_reload_bit_equal(tmp_path: Path, rank: int, shared: bool, d
     disturb(objective)
     objective.save(tmp_path)
     loaded = MedusaHeads.from_pretrained(tmp_path)
-    expected = heads_for_decoding(objective.module.heads, dtype)
+    expected = decoding_copy(objective.module.heads, dtype)
     assert loaded.config.markov_rank == rank and loaded.config == expected.config
     ours, theirs = loaded.state_dict(), expected.state_dict()
     assert ("markov.output.weight" in ours) == bool(rank) and ours.keys() == theirs.keys()

@@ -192,7 +192,7 @@ def test_an_export_takes_the_planned_tree_and_tells_the_depths(models: Path, pla
     content["drafters"][1]["depth_by_batch_size"] = [[1, 1, 3], [2, 2, 0]]
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(content))
-    export(models / "heads", tmp_path / "heads", "headstart", plan=path)
+    export(models / "heads", tmp_path / "heads", "heads", plan=path)
     assert MedusaHeads.from_pretrained(tmp_path / "heads").config.tree == ((0,), (1,), (0, 0))
     for name, temperature, drawn in (("greedy", 0.0, {}), ("drawn", 1.0, {"draft_sample_method": "probabilistic"})):
         path.write_text(json.dumps(content | {"temperature": temperature}))
@@ -238,7 +238,7 @@ def test_without_a_drafter_a_plan_says_what_training_would_bring_and_no_command_
     code, output = run("generate", *target, "--prompt", "def f", "--plan", path)
     assert code == 2 and words in output
     with pytest.raises(ValueError, match=words):
-        export(models / "heads", tmp_path / "exported", "headstart", plan=Path(path))
+        export(models / "heads", tmp_path / "exported", "heads", plan=Path(path))
 
 
 def test_a_draft_that_the_target_cannot_have_is_left_out_with_its_reason() -> None:

@@ -25,7 +25,8 @@ from trainer.export.exporter import export
 from trainer.processes import Process
 from trainer.recipe.reading import AnyRecipe, parse_recipe
 from trainer.run import loop
-from trainer.run.train import FILE_NAME, assemble, consolidate, run_recipe
+from trainer.run.job import assemble
+from trainer.run.train import FILE_NAME, consolidate, run_recipe
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MARKER = "s3cret-m4rker-that-must-not-leak"
@@ -56,7 +57,7 @@ def assembled(recipe: AnyRecipe) -> Any:
 
 def identity_of(folder: Path, **sections: Any) -> dict[str, Any]:
     recipe = parse_recipe({**recipe_content(folder, "medusa"), **sections})
-    return dict(assembled(recipe).identity)
+    return dict(assembled(recipe).origin)
 
 
 def test_a_finished_run_says_what_it_was_made_from(run_folder: Path) -> None:
@@ -100,13 +101,13 @@ def test_no_secret_of_the_environment_is_written_anywhere(
 def test_a_draft_is_known_by_the_weights_it_starts_from_wherever_they_lie(run_folder: Path) -> None:
     """The same draft in two folders is one run, another draft is not."""
 
-    def identity(name: str) -> dict[str, Any]:
+    def origin(name: str) -> dict[str, Any]:
         draft = {"init": {"from_model": str(run_folder / name)}}
         return identity_of(run_folder, kind="draft", draft=draft)
 
     for name, seed in (("one", 1), ("moved", 1), ("other", 2)):
         write_target(run_folder / name, seed=seed, num_hidden_layers=1)
-    assert identity("one") == identity("moved") != identity("other")
+    assert origin("one") == origin("moved") != origin("other")
 
 
 def test_models_of_the_hub_are_recorded_by_their_commits_and_read_so_again(run_folder: Path, hub: FakeHub) -> None:
@@ -122,7 +123,7 @@ def test_models_of_the_hub_are_recorded_by_their_commits_and_read_so_again(run_f
     fingerprinted = stored_fingerprint(run_folder / "target")
     assert stored["target"] == {"name": "zoe/target", "fingerprint": fingerprinted}
     assert target_of(final) == f"zoe/target@{commit}" and stored_fingerprint(f"zoe/target@{commit}") == fingerprinted
-    export(final, run_folder / "exported", "headstart")
+    export(final, run_folder / "exported", "heads")
     card = (run_folder / "exported" / "README.md").read_text()
     assert "base_model: zoe/target\n" in card and f"zoe/target@{commit}" in card
 
@@ -200,14 +201,14 @@ def test_checkpoints_that_cannot_be_trusted_are_refused(ran: Callable[[str], Pat
         before = (run / name).read_text()
         (run / name).write_text(changed)
         with pytest.raises(ValueError, match=complaint):
-            export(run, tmp_path / "out", "headstart")
+            export(run, tmp_path / "out", "heads")
         (run / name).write_text(before)
     data = Path(json.loads(content)["recipe"]["data"]["train"])
     rows = data.read_text()
     data.write_text(rows.splitlines()[0] + "\n")
     try:
         with pytest.raises(ValueError, match="was written, its training data changed"):
-            export(run, tmp_path / "out", "headstart")
+            export(run, tmp_path / "out", "heads")
     finally:
         data.write_text(rows)
     assert not (tmp_path / "out").exists()

@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     exported.mkdir()
     (exported / "model.safetensors").write_bytes(WEIGHTS)
     (exported / "config.json").write_bytes(CONFIG)
-    artefact = Artefact("headstart", 100, "bfloat16", hidden_size=8, vocab_size=12, layers=1, heads=2, tree_nodes=2)
+    artefact = Artefact("heads", 100, "bfloat16", hidden_size=8, vocab_size=12, layers=1, heads=2, tree_nodes=2)
     (exported / "README.md").write_text(render_card(artefact, None, None), encoding="utf-8")
     return exported
 
@@ -184,11 +184,11 @@ def test_an_export_carries_its_provenance_and_what_was_given_without_paths_and_s
     write_json(run / "final" / "provenance.json", provenance)
     mine = stored_fingerprint(run / "final")
     report = write_json(run / "report.json", report_of(target="feed", heads=mine) | {"output": str(tmp_path)})
-    summary = export(run, tmp_path / "out", "headstart", report=report)
+    summary = export(run, tmp_path / "out", "heads", report=report)
     names = ["README.md", "config.json", "model.safetensors", "provenance.json", "report.json"]
     assert sorted(summary.files) == names
     for name in names:
         content = (summary.folder / name).read_bytes()
         assert str(tmp_path).encode() not in content and SECRET.encode() not in content, name
-    export(tmp_path / "out", tmp_path / "again", "headstart")
+    export(tmp_path / "out", tmp_path / "again", "heads")
     assert (tmp_path / "again" / "provenance.json").read_text() == (tmp_path / "out" / "provenance.json").read_text()

@@ -283,7 +283,7 @@ def test_an_fp8_checkpoint_is_a_target_and_its_method_is_named(tmp_path: Path) -
     assert "weights quantised by fp8" in findings[-1].found
     write_corpus(tmp_path)
     run_recipe(parse_recipe(recipe_content(tmp_path, "medusa", steps=1)))
-    export(tmp_path / "run" / "final", tmp_path / "shown", "headstart", prompts=NO_PROMPTS)
+    export(tmp_path / "run" / "final", tmp_path / "shown", "heads", prompts=NO_PROMPTS)
     assert "quantised (fp8)" in (tmp_path / "shown" / "README.md").read_text()
 
 

@@ -31,9 +31,9 @@ class {name}({base}):
 GENERATE = "generate --prompt a --max-new-tokens 4"
 WITH = "--target good --prompts rows.jsonl"
 STORED = (
-    "export heads-stopped out --format headstart",
-    "export heads/checkpoints/step-00000002 out --format headstart",
-    "export heads/final out --format headstart",
+    "export heads-stopped out --format heads",
+    "export heads/checkpoints/step-00000002 out --format heads",
+    "export heads/final out --format heads",
     "export draft-stopped out --format draft",
     "export draft/final out --format draft",
     "export draft/final out --format gguf",

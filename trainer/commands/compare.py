@@ -19,17 +19,17 @@ def run_compare(options: CompareOptions, console: Console | None = None) -> Comp
     console = console or standard_output()
     a = read_evaluation(options.a)
     b = a if options.b is None else read_evaluation(options.b)
-    found = compare(a, b, options.method, options.other)
+    comparison = compare(a, b, options.method, options.other)
     if options.json is not None:
-        write_findings(options.json, found)
+        write_findings(options.json, comparison)
     if options.json == PRINTED:
-        return found
-    for warning in found.warnings:
+        return comparison
+    for warning in comparison.warnings:
         say(standard_error(), Text.assemble(("warning:", "bold yellow"), f" {warning}"))
-    table = Table(title=title(one_line(f"B ({found.b}) over A ({found.a}), paired by prompt, 95% intervals")))
+    table = Table(title=title(one_line(f"B ({comparison.b}) over A ({comparison.a}), paired by prompt, 95% intervals")))
     for column in (
         "setting",
-        found.load,
+        comparison.load,
         "context",
         "method",
         "pairs",
@@ -39,10 +39,10 @@ def run_compare(options: CompareOptions, console: Console | None = None) -> Comp
         "",
     ):
         table.add_column(column, overflow="fold")
-    for row in found.rows:
+    for row in comparison.rows:
         table.add_row(*_cells(row))
     wide(console).print(table)
-    return found
+    return comparison
 
 
 def _cells(row: ComparedRow) -> list[Text | str]:

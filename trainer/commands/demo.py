@@ -75,10 +75,10 @@ def asked_drafters(options: DemoOptions) -> tuple[list[str], list[str]]:
         return options.drafter, []
     if options.target != NAME:
         return ["lookup"], ["Without --drafter, prompt lookup is the only drafter; it needs no training."]
-    found = [
+    trained = [
         f"{drafter}:{RUNS / recipe / 'final'}" for recipe, drafter in TRAINED.items() if fits(RUNS / recipe / "final")
     ]
-    return [*found, "lookup"], [] if len(found) == len(TRAINED) else [f"Some drafters are missing: {TRAIN_THEM}."]
+    return [*trained, "lookup"], [] if len(trained) == len(TRAINED) else [f"Some drafters are missing: {TRAIN_THEM}."]
 
 
 def fits(artefact: Path) -> bool:

@@ -88,7 +88,10 @@ def _compare(options: DiagnoseOptions, named: SpeculatorName, watch: Console) ->
         target,
         tokenizer,
         speculator,
-        [HeldOutPrompt(each.text, each.open_after(()) if each.chat else None, ids) for each, ids in heldout],
+        [
+            HeldOutPrompt(conversation.text, conversation.open_after(()) if conversation.chat else None, ids)
+            for conversation, ids in heldout
+        ],
         DecodingConfig(options.max_new_tokens, eos_token_ids=eos_token_ids(target.model, tokenizer)),
         options.temperature,
         options.exported or named.folder,

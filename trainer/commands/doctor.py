@@ -41,9 +41,9 @@ def run_doctor(options: DoctorOptions, console: Console | None = None) -> bool:
     if options.json is not None:
         write_findings(options.json, report(sections, next=commands))
     if options.json != PRINTED:
-        for title, found in sections.items():
+        for title, findings in sections.items():
             say(console, title, style="bold")
-            say_findings(console, found)
+            say_findings(console, findings)
         say(console, "next", style="bold")
         say(console, *(f"  {command}" for command in commands))
         say(console, summary([finding for findings in sections.values() for finding in findings]))
@@ -72,9 +72,9 @@ def _models(options: DoctorOptions, name: str) -> tuple[dict[str, list[Finding]]
     small = models.is_small(weights, target.model.dtype.itemsize, free)
     here = any(target.folder.glob("*.safetensors"))
     decode = options.decode if options.decode is not None else small and here
-    if decode and all_pass([finding for each in sections.values() for finding in each]):
-        found = models.check_decoding(target.name, torch.float32 if small else dtype, specs, trusted)
-        for section, finding in zip(sections.values(), found, strict=False):  # a problem ends the findings early
+    if decode and all_pass([finding for findings in sections.values() for finding in findings]):
+        decoded = models.check_decoding(target.name, torch.float32 if small else dtype, specs, trusted)
+        for section, finding in zip(sections.values(), decoded, strict=False):  # a problem ends the findings early
             section.append(finding)
     return sections, models.fitting_recipes(target.model)
 

@@ -22,16 +22,16 @@ from trainer.commands.inspection import marked_text
 from trainer.doctor.machine import size
 from trainer.export.exporter import NO_PROMPTS, export
 from trainer.export.task import DRAFT, DSPARK, EAGLE3, HEADS, kind_held_in
-from trainer.job import Job
 from trainer.learning.spans import StepTimes, Stopwatch
 from trainer.processes import Process, agreed, build_accelerator, describe, on_first
 from trainer.recipe.reading import AnyRecipe
 from trainer.run.checkpoint import Checkpoints, Progress, Saved
 from trainer.run.distributed import check_launch
 from trainer.run.heldout import evaluator_of
+from trainer.run.job import Job, assemble
 from trainer.run.loop import Hooks, train
 from trainer.run.state import gather_weights
-from trainer.run.train import assemble, check_folders, finish
+from trainer.run.train import check_folders, finish
 from trainer.target.loading import Target
 from trainer.terminal.console import say, standard_error, standard_output, title
 
@@ -113,7 +113,7 @@ def _write_artefact(recipe: AnyRecipe, job: Job, accelerator: Accelerator, scrat
     finish(job, made, Progress(0, 0), [], describe(accelerator))
     if (folder / "provenance.json").is_file():  # from an earlier dry run
         shutil.rmtree(folder)
-    format = {HEADS: "headstart", DRAFT: "draft", DSPARK: "dspark", EAGLE3: "eagle3"}[kind_held_in(made)]
+    format = {HEADS: "heads", DRAFT: "draft", DSPARK: "dspark", EAGLE3: "eagle3"}[kind_held_in(made)]
     try:
         say(console, str(export(made, folder, format, prompts=NO_PROMPTS)))
     except UserError as error:  # some drafts do not fit any format
@@ -122,7 +122,7 @@ def _write_artefact(recipe: AnyRecipe, job: Job, accelerator: Accelerator, scrat
 
 def _times(job: Job, accelerator: Accelerator, process: Process) -> _Times:
     """Run the last steps, starting at a step that writes texts if there is one; return the medians."""
-    section, source = job.recipe.training, agreed(lambda: job.source(process))
+    section, source = job.recipe.training, job.source
     last = max(0, section.steps - STEPS)
     writing_steps = [step for step in range(section.steps) if source.writes_at(step)]
     begin = max((step for step in writing_steps if step <= last), default=0 if writing_steps else last)
@@ -131,18 +131,18 @@ def _times(job: Job, accelerator: Accelerator, process: Process) -> _Times:
     with Stopwatch(accelerator.device) as stopwatch, suppress(_Enough):
 
         def on_step(progress: Progress, figures: dict[str, float]) -> None:
-            seconds, found = figures.get("generated/seconds", 0.0), stopwatch.step()
+            seconds, spent = figures.get("generated/seconds", 0.0), stopwatch.step()
             written.append(seconds)
-            if found is not None:
-                times.append(found._replace(seconds=found.seconds - seconds))
+            if spent is not None:
+                times.append(spent._replace(seconds=spent.seconds - seconds))
             if len(written) == STEPS:
                 raise _Enough
 
         hooks = Hooks(on_step, lambda progress: None)
         train(job.objective, source, section, accelerator, _BegunAt(job, begin), 1 << 30, 1 << 30, hooks)
     step, target = (
-        statistics.median(each) if each else 0.0
-        for each in ([each.seconds for each in times], [each.spans.get("target", 0.0) for each in times])
+        statistics.median(seconds) if seconds else 0.0
+        for seconds in ([one.seconds for one in times], [one.spans.get("target", 0.0) for one in times])
     )
     return _Times(step, target, max(written), len(writing_steps))
 
@@ -184,8 +184,8 @@ def _table(recipe: AnyRecipe, job: Job, parameters: Mapping[str, int], times: _T
     name = f"{recipe.checkpoint.keep + 1} checkpoints, one of them in progress{best}"
     rows.append(("disk", name, _size(checkpoint_bytes(recipe, trained))))
     rows.append(("disk", "free now", _size(free)))
-    rows += [("time", part, f"{each:.2f} s x {count:,}") for part, (each, count) in seconds.items() if count]
-    rows.append(("time", "total", f"{sum(each * count for each, count in seconds.values()) / 3600:.2f} h"))
+    rows += [("time", part, f"{duration:.2f} s x {count:,}") for part, (duration, count) in seconds.items() if count]
+    rows.append(("time", "total", f"{sum(duration * count for duration, count in seconds.values()) / 3600:.2f} h"))
     table = Table("what", "part", "amount", title=title(f"{recipe.name}: requirements"))
     for row in rows:
         table.add_row(*row)

@@ -70,15 +70,15 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> Re
         measurement = _measured(options.output, measurement, about, accelerator, watched)
         if rank:
             return None
-        found, known = report_of(measurement), provenances(options.output)
+        report, known = report_of(measurement), provenances(options.output)
         report = replace(
-            found,
+            report,
             **about,
             **{name: known[-1][name] for name in ("hardware", "versions", "commit")},  # this may be another machine
-            commits=tuple(sorted({each["commit"] for each in known})),
-            processors=tuple(sorted({each["hardware"]["processor"] for each in known})),
+            commits=tuple(sorted({provenance["commit"] for provenance in known})),
+            processors=tuple(sorted({provenance["hardware"]["processor"] for provenance in known})),
             processes=world,
-            samples=tuple(samples_of(measurement, found.rows, tokenizer)),
+            samples=tuple(samples_of(measurement, report.rows, tokenizer)),
         )
         publish(report, options.output, console)
     return report
@@ -174,14 +174,14 @@ def _fitting(asker: Asker, config: EvaluationConfig, models: LoadedModels) -> As
     if longest is None:
         return asker
     room = longest - config.max_new_tokens
-    if too_far := [each for each in config.contexts if each is not None and each > room]:
+    if too_far := [context for context in config.contexts if context is not None and context > room]:
         raise UserError(
             f"--context {min(too_far)} plus {config.max_new_tokens} new tokens exceeds the {longest} positions of "
             f"target and drafters: use at most {room}"
         )
     if None not in config.contexts:
         return asker
-    kept = [each for index, each in enumerate(asker.questions) if len(asker.prompt(index)) <= room]
+    kept = [question for index, question in enumerate(asker.questions) if len(asker.prompt(index)) <= room]
     if not kept:
         raise UserError(
             f"every prompt plus {config.max_new_tokens} new tokens exceeds the {longest} positions of target and "
@@ -198,7 +198,7 @@ def _check_filled(asker: Asker, config: EvaluationConfig, prompts: str) -> None:
                 f"--batch-size {size} needs as many questions of one task, but the largest task has {largest}: raise "
                 f"--limit, or use at most {largest}"
             )
-    for context in (each for each in config.contexts if each is not None):
+    for context in filter(None, config.contexts):
         lengths = [len(asker.prompt(index, context)) for index in range(len(asker.questions))]
         if (filled := int(median(lengths))) < _FILLED * context:
             raise UserError(

@@ -68,13 +68,17 @@ def run_evaluate_served(
         )
     addresses = {SERVED: options.endpoint, PLAIN: options.baseline_endpoint}
     names = [name for name, address in addresses.items() if address is not None]
-    methods = [_method(setting, name) for setting in settings_of(config) for name in names]
-    loads = [GridCell(each, None) for each in options.concurrency]
+    methods = [
+        Method(setting.name, name, "unproved", None, temperature=setting.temperature)
+        for setting in settings_of(config)
+        for name in names
+    ]
+    loads = [GridCell(concurrency, None) for concurrency in options.concurrency]
     about = _about(options, questions, names)
     with ExitStack() as stack:
         stack.enter_context(hold(options.output))
         check_records(options, about)
-        given = [{name: getattr(each, name) for name in ("setting", "name")} for each in methods]
+        given = [{name: getattr(method, name) for name in ("setting", "name")} for method in methods]
         provenance = {"identity": identity_of(about), "methods": given, "processes": 1, **account()}
         records = open_records(options.output, 0, provenance)
         stack.callback(records.close)
@@ -93,7 +97,7 @@ def run_evaluate_served(
                 records.add(line)
         lines = _lines(options)
     tasks = {question.id: question.task for question in questions}
-    models = {name: each.model for name, each in sessions.items()}
+    models = {name: session.model for name, session in sessions.items()}
     report = replace(
         served_figures(lines, methods, loads, tasks),
         **{**about, **account()},
@@ -126,10 +130,6 @@ def _checked(options: EvaluateOptions) -> EvaluationConfig:
     return EvaluationConfig(
         options.max_new_tokens, options.rounds, tuple(options.temperature), settings=tuple(options.settings)
     )
-
-
-def _method(setting: Setting, name: str) -> Method:
-    return Method(setting.name, name, "unproved", None, temperature=setting.temperature)
 
 
 def _cells(methods: Sequence[Method], config: EvaluationConfig, loads: Sequence[GridCell]) -> Iterator[Cell]:
@@ -182,9 +182,9 @@ class _Session:
         lines = []
         for wave, (body, answer, share) in enumerate(zip(bodies, answers, shares, strict=True)):
             asks = {name: body.get(name) for name in ("messages", "prompt", "tools")}
-            named = {"prompts": [self._questions[wave].id], "digests": [_digest(asks)]}
+            named = {"prompts": [self._questions[wave].id], "digests": [_fingerprint(asks)]}
             run = Run((), answer.tokens or 0, 0.0, share, _steps(answer))
-            timing = Timing(answer.begin, answer.end, answer.arrivals, answer.tokens, _digest(answer.text))
+            timing = Timing(answer.begin, answer.end, answer.arrivals, answer.tokens, _fingerprint(answer.text))
             lines.append(line_of(cell.key(wave), **named, runs=[run], timing=timing, model=answer.model))
         if after is not None:
             lines[0]["counters"] = asdict(after.since(before))
@@ -212,20 +212,20 @@ def _steps(answer: StreamedAnswer) -> tuple[StepCount, ...]:
     )
 
 
-def _digest(value: Any) -> str:
+def _fingerprint(value: Any) -> str:
     return sha256(repr(value).encode()).hexdigest()[:12]
 
 
 def _about(options: EvaluateOptions, questions: Sequence[Question], names: Sequence[str]) -> dict[str, Any]:
     """Return the report's account of its inputs; addresses are omitted because they may change or contain secrets."""
     model = one_line(published_name(options.model or ""))
-    texts = [(each.id, each.task, each.opening, each.plain, each.tools) for each in questions]
+    texts = [(question.id, question.task, question.opening, question.plain, question.tools) for question in questions]
     return {
         "title": one_line(f"{model}, served, on {Path(published_name(options.prompts)).name}"),
         "command": published_command(sys.argv),
         "settings": without_local_paths({name: getattr(options, name) for name in _PUBLISHED}),
         "asked": {"turns": "first", "endpoints": list(names)},
         "drafters": {},
-        "fingerprints": {"target": f"served as {model}", "tokenizer": "of the server", "prompts": _digest(texts)},
+        "fingerprints": {"target": f"served as {model}", "tokenizer": "of the server", "prompts": _fingerprint(texts)},
         "prompts_from": one_line(published_name(options.prompts)),
     }

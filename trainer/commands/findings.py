@@ -36,10 +36,10 @@ def summary(findings: Sequence[Finding]) -> Text:
         f"{count} {status}" for status in ("note", "open") if (count := sum(f.status == status for f in findings))
     )
     failed = f"FAIL: {len(problems)} of {len(findings)} checks: {', '.join(dict.fromkeys(problems))}"
-    verdict = (
+    headline = (
         Text(failed, style="bold red") if problems else Text(f"PASS: all {len(findings)} checks", style="bold green")
     )
-    return Text.assemble(verdict, f" ({others})" if others else "")
+    return Text.assemble(headline, f" ({others})" if others else "")
 
 
 def account() -> dict[str, Any]:
@@ -49,8 +49,8 @@ def account() -> dict[str, Any]:
 
 def report(findings: Mapping[str, Sequence[Finding]], **more: Any) -> dict[str, Any]:
     """Return findings by subject and the account of the command, without private parts."""
-    every = {title: [finding.as_json() for finding in each] for title, each in findings.items()}
-    problems = sum(finding.status == "problem" for each in findings.values() for finding in each)
+    every = {title: [finding.as_json() for finding in of_title] for title, of_title in findings.items()}
+    problems = sum(finding.status == "problem" for of_title in findings.values() for finding in of_title)
     content: dict[str, Any] = without_local_paths({"problems": problems, **more, "findings": every})
     return {**account(), **content}
 
@@ -73,11 +73,11 @@ def write_junit(file: Path, findings: Mapping[str, Sequence[Finding]]) -> None:
     from trainer.files.folders import write_text
 
     suites = Element("testsuites", name="headstart verify")
-    for title, each in findings.items():
-        suite = SubElement(suites, "testsuite", name=visible(title), tests=str(len(each)))
+    for title, of_title in findings.items():
+        suite = SubElement(suites, "testsuite", name=visible(title), tests=str(len(of_title)))
         for name, status in (("failures", "problem"), ("skipped", "open")):
-            suite.set(name, str(sum(finding.status == status for finding in each)))
-        for finding in each:
+            suite.set(name, str(sum(finding.status == status for finding in of_title)))
+        for finding in of_title:
             case = SubElement(suite, "testcase", classname=visible(title), name=visible(finding.check))
             told = visible(str(without_local_paths(finding.found)))
             if kind := {"problem": "failure", "open": "skipped"}.get(finding.status):

@@ -17,7 +17,7 @@ from trainer.data.batch import Example, cut
 from trainer.data.chat import Encoded
 from trainer.data.dataset import Dataset, load_dataset
 from trainer.data.encoding import RowEncoder
-from trainer.data.rows import Row, open_source
+from trainer.data.sources import Row, open_source
 from trainer.recipe.common import DataSection
 from trainer.recipe.reading import load_recipe, overridden
 from trainer.terminal.console import say, standard_output, title

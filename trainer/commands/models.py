@@ -81,11 +81,11 @@ def _name_of(path: str) -> str:
 
 def _distinct(names: Sequence[str]) -> list[str]:
     """Return the names; a repeated name gets the first number from 2 that makes it unique."""
-    found: list[str] = []
+    chosen: list[str] = []
     for name in names:
         tried = chain([name], (f"{name} ({number})" for number in count(2)))
-        found.append(next(each for each in tried if each not in found))
-    return found
+        chosen.append(next(candidate for candidate in tried if candidate not in chosen))
+    return chosen
 
 
 def check_endpoint(endpoint: str | Sequence[str] | None, model: str | None) -> None:

@@ -177,7 +177,7 @@ class ExportOptions:
         str,
         Option(
             metavar="NAME",
-            help="Heads: headstart. A draft: draft or gguf. A DSpark draft: dspark, speculators or gguf. An EAGLE-3 "
+            help="Heads: heads. A draft: draft or gguf. A DSpark draft: dspark, speculators or gguf. An EAGLE-3 "
             "draft: eagle3, speculators or gguf.",
         ),
     ]

@@ -155,15 +155,15 @@ def asked_or_planned(
         raise UserError("both --plan and --drafter are set: omit one")
     plan = read_plan(path)
     dtype = str(parse_dtype(options.dtype)).removeprefix("torch.")
-    found = plan.check(options.target, dtype, options.trust_remote_code)
-    if other := [f"{each:g}" for each in temperatures if each != plan.content["temperature"]]:
-        found.append(f"{path} was made at temperature {plan.content['temperature']:g}, not {', '.join(other)}")
+    remarks = plan.check(options.target, dtype, options.trust_remote_code)
+    if other := [f"{temperature:g}" for temperature in temperatures if temperature != plan.content["temperature"]]:
+        remarks.append(f"{path} was made at temperature {plan.content['temperature']:g}, not {', '.join(other)}")
     choices = {size: plan.choice(size) for size in batch_sizes}
     if unplanned := [str(size) for size in batch_sizes if size not in plan.batch_sizes]:
         known = ", ".join(map(str, plan.batch_sizes))
-        found.append(f"{path} has batch sizes {known}: {', '.join(unplanned)} uses the nearest")
+        remarks.append(f"{path} has batch sizes {known}: {', '.join(unplanned)} uses the nearest")
     if slow := [str(size) for size, choice in choices.items() if choice is None]:
         gain = f"{LEAST_GAIN - 1:.0%} over plain decoding at batch size {', '.join(slow)}"
-        found.append(f"{path} found no drafter that gains {gain}")
-    say(notes, *(f"note: {note}" for note in found))
+        remarks.append(f"{path} found no drafter that gains {gain}")
+    say(notes, *(f"note: {note}" for note in remarks))
     return list(dict.fromkeys(choice["spec"] for choice in choices.values() if choice is not None))

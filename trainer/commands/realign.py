@@ -82,8 +82,8 @@ def run_realign(options: RealignOptions, console: Console | None = None) -> dict
 def _realign(options: RealignOptions, recipe: DraftRecipe, console: Console, watched: Console) -> dict[str, Any]:
     split_prompts(options)
     before = _measure(options, recipe, options.draft, watched)
-    found = "; ".join(f"{name}: {estimate(each['tokens_per_pass'])}" for name, each in before.figures.items())
-    say(console, f"the stale draft, tokens per target pass: {found}")
+    summary = "; ".join(f"{name}: {estimate(named['tokens_per_pass'])}" for name, named in before.figures.items())
+    say(console, f"the stale draft, tokens per target pass: {summary}")
     recipe = recipe_of(options, before.positions)
     for name in (_PROMPTS, _CHOOSING):
         run_regenerate(_questions(options, recipe, name), console)
@@ -225,10 +225,10 @@ def _measure(options: RealignOptions, recipe: DraftRecipe, name: str, console: C
         sampled = replace(config, sampling=SamplingConfig(temperature))
         with ProgressBar(console, f"measuring the draft, {setting}", len(prompts)) as bar:
             batch_size = recipe.training.batch_size
-            found = acceptance(count_steps(target, drafter, prompts, sampled, batch_size, on_text=bar.advance))
-        if not found.passes:
+            measured = acceptance(count_steps(target, drafter, prompts, sampled, batch_size, on_text=bar.advance))
+        if not measured.passes:
             raise UserError(f"every text ended with its first token ({setting}): use prompts with longer answers")
-        figures[setting] = {name: figure_of(getattr(found, name)) for name in _NAMES}
+        figures[setting] = {name: figure_of(getattr(measured, name)) for name in _NAMES}
     return HeldoutFigures(figures, len(prompts), positions)
 
 
@@ -237,5 +237,5 @@ def _compared(columns: Mapping[str, Figures], title: str) -> Table:
     table = Table("setting", "figure", *columns, title=title)
     for setting, names in next(iter(columns.values())).items():
         for name in names:
-            table.add_row(setting, _NAMES[name], *(estimate(each[setting][name]) for each in columns.values()))
+            table.add_row(setting, _NAMES[name], *(estimate(column[setting][name]) for column in columns.values()))
     return table

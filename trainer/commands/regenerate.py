@@ -29,9 +29,9 @@ from trainer.commands.models import check_endpoint, read_target
 from trainer.commands.options import RegenerateOptions
 from trainer.data.answers import AnswerFile, Backend, Summary, answer
 from trainer.data.conversations import OpenConversation, read_conversations, report_unread
-from trainer.data.rows import DRAWS, PRESETS, stream_prompts
 from trainer.data.self_written import LONGEST, WRITING, PromptDraws, SelfWritten, UserTurn, read_request
-from trainer.files.folders import digest_of, sha256_of
+from trainer.data.sources import DRAWS, PRESETS, stream_prompts
+from trainer.files.folders import fingerprint_of, sha256_of
 from trainer.target.in_process import GROUP, TargetBackend
 from trainer.terminal.console import say, standard_error, standard_output
 
@@ -67,7 +67,7 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
     if wanted and wanted.turns > 1:
         settings["turns"] = wanted.turns
         later = ((),) * (wanted.turns - 1)
-        conversations = (replace(each, turns=(*each.turns, *later)) for each in conversations)
+        conversations = (replace(conversation, turns=(*conversation.turns, *later)) for conversation in conversations)
     about = {"prompts": asked.about, "commit": commit(), "versions": versions()}
     with AnswerFile(options.output, settings, about, backend.encoder) as answers:
         summary = answer(backend, conversations, answers, watched, total)
@@ -128,7 +128,7 @@ def _self_written(
         draws.resume(file)
         answer(draws, draws.conversations(), file, watched, title="writing prompts")
     say(watched, f"{options.prompts}: {draws.told()}")
-    sha256 = digest_of(draws.prompts)
+    sha256 = fingerprint_of(draws.prompts)
     rows = [{"prompt": prompt} for prompt in draws.prompts]
     return _Prompts(options.prompts, None, sha256, {"written_by": "the target", **how, **draws.counts()}, rows)
 
@@ -148,11 +148,15 @@ def _watched_for_tools(
 ) -> Iterator[OpenConversation]:
     """Yield the conversations; warn once if the template ignores their tools. The template of a server is not known."""
     unwarned = backend.encoder
-    for each in conversations:
-        if each.tools and unwarned is not None and "tools" in unwarned.ignored(each.open_after(()), each.tools):
-            say(watched, f"row {each.key.row} has tools, but the target's chat template does not show them")
+    for conversation in conversations:
+        if (
+            conversation.tools
+            and unwarned is not None
+            and "tools" in unwarned.ignored(conversation.open_after(()), conversation.tools)
+        ):
+            say(watched, f"row {conversation.key.row} has tools, but the target's chat template does not show them")
             unwarned = None
-        yield each
+        yield conversation
 
 
 def _table(summary: Summary) -> Table:

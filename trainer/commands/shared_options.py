@@ -33,7 +33,7 @@ def numbers(text: Any) -> Sequence[float]:
 
 def _numbers(text: Any, kind: type[Number], wanted: str) -> Sequence[Number]:
     try:
-        values = tuple(dict.fromkeys(kind(each) for each in names(text)))
+        values = tuple(dict.fromkeys(kind(name) for name in names(text)))
     except ValueError:
         values = (kind(0),)
     if not all(0 < value < math.inf for value in values):

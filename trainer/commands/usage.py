@@ -153,7 +153,11 @@ class Once(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words after the command's name."""
-        given = [each for each in self.make_parser(ctx).parse_args(list(args))[2] if each.param_type_name == "option"]
+        given = [
+            parameter
+            for parameter in self.make_parser(ctx).parse_args(list(args))[2]
+            if parameter.param_type_name == "option"
+        ]
         for option in given:
             if given.count(option) > 1 and not getattr(option, "multiple", False):
                 raise UserError(f"{option.opts[0]} is given twice", "pass it once")

@@ -54,8 +54,8 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
     given = _read_input(options, models)
     engines: dict[str, list[Finding]] = {}
     served = options.endpoint is not None
-    found = _served(options, given, watch) if served else _in_process(options, given, models.drafters, watch)
-    for name, finding in found:
+    findings = _served(options, given, watch) if served else _in_process(options, given, models.drafters, watch)
+    for name, finding in findings:
         if name not in engines:
             say(console, f"{name}:")
         engines.setdefault(name, []).append(finding)
@@ -140,16 +140,16 @@ def _served(options: VerifyOptions, given: ProofInput, watch: Console) -> Iterat
 
 def _tokens_of(writer: "ServedWriter") -> Finding:
     """Return a finding on how the server reports tokens; it is a problem if tokenizing its texts again changes them."""
-    found = f"the server reports {writer.source}"
+    sentence = f"the server reports {writer.source}"
     if not writer.takes_ids:
-        found += "; it does not accept token ids, so texts were sent"
+        sentence += "; it does not accept token ids, so texts were sent"
     if writer.retold:
-        found += f"; tokenizing again changed {writer.unlike} of {writer.retold} texts, so its tokens are uncertain"
+        sentence += f"; tokenizing again changed {writer.unlike} of {writer.retold} texts, so its tokens are uncertain"
     if writer.refused_controls:
-        found += f"; it does not accept {' or '.join(writer.refused_controls)}, so its own values may apply"
+        sentence += f"; it does not accept {' or '.join(writer.refused_controls)}, so its own values may apply"
     names = ("source", "takes_ids", "refused_controls", "retold", "unlike")
     figures = {name: getattr(writer, name) for name in names}
-    return Finding("tokens", "problem" if writer.unlike else "ok", found, figures=figures)
+    return Finding("tokens", "problem" if writer.unlike else "ok", sentence, figures=figures)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ class RowFile:
         removes it.
         """
         self.path, self._end = path, 0
-        self.places: dict[AnswerKey, int] = {}
+        self.offsets: dict[AnswerKey, int] = {}
         """The byte offset of each key's first line."""
         self._dropped = False  # True if the file has lines that `settle` removes
         if not path.exists():
@@ -52,8 +52,8 @@ class RowFile:
 
     def _note(self, row: dict[str, Any], line: bytes, counts: bool = True) -> None:
         key = AnswerKey(row["row"], row["sample"])
-        if counts and key not in self.places:
-            self.places[key] = self._end
+        if counts and key not in self.offsets:
+            self.offsets[key] = self._end
         else:
             self._dropped = True
         self._end += len(line)
@@ -75,17 +75,17 @@ class RowFile:
 
         Does nothing if the file is sorted already.
         """
-        places = sorted(self.places.items())
-        if not self._dropped and places == [*self.places.items()]:
+        offsets = sorted(self.offsets.items())
+        if not self._dropped and offsets == [*self.offsets.items()]:
             return
-        self.places, self._dropped, self._end = {}, False, 0
+        self.offsets, self._dropped, self._end = {}, False, 0
         with writing(self.path), self.path.open("rb") as file:
-            write_lines(self.path, (self._moved(file, *place) for place in places))
+            write_lines(self.path, (self._moved(file, *offset) for offset in offsets))
 
-    def _moved(self, file: BinaryIO, key: AnswerKey, place: int) -> bytes:
-        file.seek(place)
+    def _moved(self, file: BinaryIO, key: AnswerKey, offset: int) -> bytes:
+        file.seek(offset)
         line = file.readline()
-        self.places[key] = self._end
+        self.offsets[key] = self._end
         self._end += len(line)
         return line
 

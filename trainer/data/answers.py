@@ -27,7 +27,7 @@ from trainer.data.conversations import (
     is_empty,
     transcript_of,
 )
-from trainer.data.rows import SET_ASIDE, Row
+from trainer.data.sources import SET_ASIDE, Row
 from trainer.files.folders import hold_file, write_text
 from trainer.recipe.common import DataSection
 from trainer.terminal.console import ProgressBar
@@ -105,7 +105,7 @@ class AnswerFile:
             self._set_aside = RowFile(self.set_aside_path, {"again", "reason"}, lambda row: bool(row["again"]))
             self._set_aside.settle()
             self._held = until_read.pop_all()
-        self.done = {*self._answers.places, *self._set_aside.places}
+        self.done = {*self._answers.offsets, *self._set_aside.offsets}
 
     def __enter__(self) -> "AnswerFile":
         return self
@@ -127,11 +127,11 @@ class AnswerFile:
 
     def check_not_empty(self) -> None:
         """Raise UserError if no run answered any conversation."""
-        if self._answers.places:
+        if self._answers.offsets:
             return
         first = self._set_aside.first()
         raise UserError(
-            f"nothing was answered: all {len(self._set_aside.places)} conversations were set aside, the one of line "
+            f"nothing was answered: all {len(self._set_aside.offsets)} conversations were set aside, the one of line "
             f"{first['row']} because: {first['reason']}; {self.set_aside_path} lists all reasons"
         )
 
@@ -177,11 +177,11 @@ def described_prompts(source: Path) -> list[Any]:
 
     ``source`` is a file or a folder of files. The list is empty if the answers are from elsewhere.
     """
-    found = []
+    prompts = []
     for file in sorted(source.glob("*.jsonl")) if source.is_dir() else [source]:
         with suppress(OSError, ValueError, KeyError, TypeError):  # not a file that `AnswerFile` wrote
-            found.append(json.loads(file.with_name(f"{file.name}{_META}").read_bytes())["about"]["prompts"])
-    return found
+            prompts.append(json.loads(file.with_name(f"{file.name}{_META}").read_bytes())["about"]["prompts"])
+    return prompts
 
 
 def _begin(path: Path, set_aside: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:

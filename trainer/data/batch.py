@@ -86,30 +86,30 @@ class Batch:
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Copy to a device. ``non_blocking`` copies from pinned memory without waiting."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
         """Copy to pinned memory, which a GPU reads directly."""
-        return self._each(Tensor.pin_memory)
+        return self._map(Tensor.pin_memory)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         changed: dict[str, Any] = {name: change(held) for name, held in vars(self).items() if isinstance(held, Tensor)}
         return replace(self, **changed)
 
-    def labelled(self, ahead: int) -> Bool[Tensor, "batch positions"]:
-        """Mark the positions t for which token t + ``ahead`` (the label) is trained and in the same document."""
-        found = torch.zeros_like(self.trained)
-        if ahead < self.trained.shape[1]:
-            same = self.documents[:, ahead:] == self.documents[:, :-ahead]
-            found[:, :-ahead] = self.trained[:, ahead:] & same
-        return found
+    def labelled(self, distance: int) -> Bool[Tensor, "batch positions"]:
+        """Mark the positions t for which token t + ``distance`` (the label) is trained and in the same document."""
+        labelled = torch.zeros_like(self.trained)
+        if distance < self.trained.shape[1]:
+            same = self.documents[:, distance:] == self.documents[:, :-distance]
+            labelled[:, :-distance] = self.trained[:, distance:] & same
+        return labelled
 
-    def label_places(self, ahead: int) -> Int[Tensor, " labels"]:
+    def label_positions(self, distance: int) -> Int[Tensor, " labels"]:
         """Return the indices in the flattened batch at which `labelled` is True, in order.
 
         This waits for a GPU, so call it on the host before moving the batch.
         """
-        return self.labelled(ahead).flatten().nonzero()[:, 0]
+        return self.labelled(distance).flatten().nonzero()[:, 0]
 
     def model_inputs(self) -> dict[str, Any]:
         """Return the arguments for a transformers model, to be called with ``use_cache=False``.
@@ -138,9 +138,9 @@ class Batch:
         return index - torch.where(self.begins(), index, 0).cummax(1).values
 
 
-def flat_rows(values: Tensor, places: Int[Tensor, " places"]) -> Tensor:
+def flat_rows(values: Tensor, positions: Int[Tensor, " positions"]) -> Tensor:
     """Return rows of a (batch, positions, *) tensor by their indices in the flattened batch."""
-    return values.flatten(0, 1).index_select(0, places)
+    return values.flatten(0, 1).index_select(0, positions)
 
 
 @torch.no_grad()
@@ -205,7 +205,7 @@ def _epoch_order(epoch: int, size: int, seed: int) -> Tensor:
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
-class PlacedExample(NamedTuple):
+class IndexedExample(NamedTuple):
     """A sequence of a batch, and its index in the data set (-1 for a generated sequence)."""
 
     example: Example
@@ -229,7 +229,7 @@ class BatchSource(Protocol):
         keys on every process; the loop sums them over the processes.
         """
 
-    def examples_at(self, step: int, positions: Sequence[int]) -> list[PlacedExample]:
+    def examples_at(self, step: int, positions: Sequence[int]) -> list[IndexedExample]:
         """Return the sequences at these positions of the step's batch."""
 
 
@@ -245,9 +245,9 @@ class Offline:
     def write(self, step: int, positions: Sequence[int]) -> Mapping[str, float]:
         raise AssertionError("a fixed data set does not generate texts")
 
-    def examples_at(self, step: int, positions: Sequence[int]) -> list[PlacedExample]:
+    def examples_at(self, step: int, positions: Sequence[int]) -> list[IndexedExample]:
         indices = batch_indices(step, self._batch_size, len(self._examples), self._seed)
-        return [PlacedExample(self._examples[indices[position]], indices[position]) for position in positions]
+        return [IndexedExample(self._examples[indices[position]], indices[position]) for position in positions]
 
 
 class _Examples(Sequence[Example]):
@@ -262,7 +262,7 @@ class _Examples(Sequence[Example]):
     def __getitem__(self, index: slice) -> list[Example]: ...
     def __getitem__(self, index: int | slice) -> Example | list[Example]:
         if isinstance(index, slice):
-            return [self._at(each) for each in range(len(self))[index]]
+            return [self._at(position) for position in range(len(self))[index]]
         return self._at(range(len(self))[index])
 
 
@@ -301,7 +301,7 @@ class Packed(_Examples):
 
     def _at(self, index: int) -> Example:
         indices = self._order[self._bounds[index] : self._bounds[index + 1]]
-        documents: list[Example] = [self._documents[int(each)] for each in indices]
+        documents: list[Example] = [self._documents[int(number)] for number in indices]
         if len(documents) == 1:
             return documents[0]
         return Example(

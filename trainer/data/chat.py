@@ -16,7 +16,7 @@ from decoding.prompts import encode_continuation, encode_prompt, with_variables
 from trainer.data.batch import Example
 from trainer.data.conversations import ANSWER_TOKENS, Transcript, opening_of
 from trainer.data.marks import ADVICE, Marked, TokenMarker, has_marks, read_spans, with_spans
-from trainer.data.rows import Row
+from trainer.data.sources import Row
 from trainer.recipe.common import DataSection
 
 MARKED = "the template's generation marks"
@@ -61,8 +61,10 @@ class TranscriptEncoder:
             transcript = replace(transcript, messages=self._with_open_thinking(transcript))
         ignored = self.ignored(transcript.messages, transcript.tools)
         lost = frozenset(ignored if transcript.answer_tokens is None else ())
-        silent = (not each["content"].strip() and UNSPOKEN & each.keys() <= lost for each in transcript.messages)
-        messages = (each | (UNTRAINED if no else {}) for each, no in zip(transcript.messages, silent, strict=True))
+        messages = []
+        for message in transcript.messages:
+            silent = not message["content"].strip() and UNSPOKEN & message.keys() <= lost
+            messages.append(message | (UNTRAINED if silent else {}))
         return self._encoded(replace(transcript, messages=tuple(messages)), template)._replace(ignored=ignored)
 
     def ignored(self, messages: Messages, tools: Tools | None) -> tuple[str, ...]:
@@ -144,7 +146,7 @@ class TranscriptEncoder:
                 f"{where}: {ANSWER_TOKENS} does not contain the tokens of each answer under this tokenizer",
                 "regenerate the answers with this target, or remove the field",
             )
-        return tuple(each for each, index in zip(examples, indices, strict=True) if is_trained(messages[index]))
+        return tuple(example for example, index in zip(examples, indices, strict=True) if is_trained(messages[index]))
 
     def _with_end(self, tokens: list[int], messages: Messages, template: "ChatTemplate | None") -> list[int]:
         """Return an answer's tokens, with the end token that some servers leave out, if the template writes it."""
@@ -234,8 +236,8 @@ class ChatTemplate:
         """Return names of what does not change the text of a conversation: message fields, roles and "tools"."""
         without = {name: (self, others) for name, others in _extras(messages).items()}
         for role in sorted({message["role"] for message in messages} - {"user", "assistant"}):
-            longer = ({**each, "content": each["content"] + _GOES_ON * (each["role"] == role)} for each in messages)
-            without[f"{role} messages"] = self, [*longer]
+            longer = [{**m, "content": m["content"] + _GOES_ON * (m["role"] == role)} for m in messages]
+            without[f"{role} messages"] = self, longer
         if self._tools:
             without["tools"] = (self.with_tools(None), [*messages])
         return tuple(name for name, (template, others) in without.items() if self._is_same(messages, template, others))
@@ -283,22 +285,22 @@ class ChatTemplate:
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if len(answers) == 1:
             return [whole]
-        found = [self._marked(messages[: index + 1], where) for index in answers]
+        marked = [self._marked(messages[: index + 1], where) for index in answers]
         kept = [is_trained(messages[index]) for index in answers]
-        if all(whole.tokens[: each.end] == each.tokens[: each.end] for each in found):
-            ends, wanted = [each.end for each in found], [*kept, True]
+        if all(whole.tokens[: sequence.end] == sequence.tokens[: sequence.end] for sequence in marked):
+            ends, wanted = [sequence.end for sequence in marked], [*kept, True]
             marks = (mark and wanted[bisect_right(ends, index)] for index, mark in enumerate(whole.trained))
             return [whole._replace(trained=tuple(marks))]
-        for place, index in enumerate(answers):
+        for number, index in enumerate(answers):
             before = self._marked(messages[:index], where) if index else Marked((), ())
-            tokens, trained = found[place]
+            tokens, trained = marked[number]
             if tokens[: before.end] != before.tokens[: before.end]:
                 raise UserError(
                     f"{where}: the chat template rewrites earlier answers once a later one follows, so no sequence is "
                     "what the target saw: use conversations with one answer, or another template in data.chat_template"
                 )
-            found[place] = Marked(tokens, (False,) * before.end + trained[before.end :])
-        return [each for each, wanted in zip(found, kept, strict=True) if wanted]
+            marked[number] = Marked(tokens, (False,) * before.end + trained[before.end :])
+        return [sequence for sequence, wanted in zip(marked, kept, strict=True) if wanted]
 
     def _marked(self, messages: Messages, where: str) -> Marked:
         text, spans = read_spans(self._render(messages, template=with_spans(self._template)))
@@ -362,9 +364,9 @@ class ChatTemplate:
     def _check(self, trained: Sequence[bool], where: str) -> None:
         if any(trained) and not all(trained):
             return
-        found, wrong = ("all", "the prompt would be trained too") if any(trained) else ("none", "nothing is trained")
+        amount, wrong = ("all", "the prompt would be trained too") if any(trained) else ("none", "nothing is trained")
         raise UserError(
-            f"{where}: the chat template marks {found} of {len(trained)} tokens as the assistant's, so {wrong}: "
+            f"{where}: the chat template marks {amount} of {len(trained)} tokens as the assistant's, so {wrong}: "
             f"{shorten(self._template, 160, placeholder=' ...')}",
             ADVICE,
         )

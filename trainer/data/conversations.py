@@ -27,7 +27,7 @@ from decoding.fields import (
 from decoding.fields import Message as Message
 from decoding.jsonl import read_rows, without_nulls
 from decoding.prompts import encode_prompt
-from trainer.data.rows import Row
+from trainer.data.sources import Row
 from trainer.recipe.common import DataSection
 
 ANSWER_TOKENS = "answer_tokens"
@@ -81,16 +81,16 @@ def transcript_of(row: Row, section: DataSection) -> Transcript:
         return Transcript(where, format, text=text, unread=unread_columns(fields, {section.text_field}, ()))
     own = {"messages": "messages", "sharegpt": "conversations"}.get(format, section.prompt_field)
     prompt = prompt_of(fields, own, where)
-    columns, messages, found = {*prompt.columns, *_TOLD}, prompt.messages, None
+    columns, messages, pair = {*prompt.columns, *_TOLD}, prompt.messages, None
     reply = section.answer_field or find_answer(fields)
     if reply in fields and (format == "prompt_answer" or messages[-1]["role"] != "assistant"):
-        found = (prompt.name, reply)
+        pair = (prompt.name, reply)
         columns, messages = {*columns, reply}, _answered(prompt, fields, reply, where)
     if fields.get("label", fields.get("kto_tag")) is False:
         messages = [message | UNTRAINED for message in messages]
     tools, unread = tools_of(fields, where), unread_columns(fields, columns, messages)
     tokens = fields.get(ANSWER_TOKENS), fields.get(PROMPT_TOKENS)
-    return Transcript(where, format, tuple(messages), "", found, *tokens, fields.get(TRUNCATED) is True, tools, unread)
+    return Transcript(where, format, tuple(messages), "", pair, *tokens, fields.get(TRUNCATED) is True, tools, unread)
 
 
 def opening_of(row: Row, section: DataSection) -> tuple[tuple[Message, ...], Tools | None]:
@@ -120,16 +120,16 @@ def _answered(prompt: Prompt, fields: dict[str, Any], reply: str, where: str) ->
 
 def _format_of(fields: dict[str, Any], section: DataSection, where: str) -> Format:
     prompt, answer = section.prompt_field or find_prompt(fields), section.answer_field or find_answer(fields)
-    found: dict[Format, bool] = {
+    fits: dict[Format, bool] = {
         "messages": "messages" in fields,
         "sharegpt": "conversations" in fields,
         "prompt_answer": {prompt, answer} <= fields.keys(),
         "text": section.text_field in fields,
     }
     named = section.prompt_field or section.answer_field  # if fields are named they are required; a text is not enough
-    possible: list[Format] = [name for name in found if not (named and name == "text")]
+    possible: list[Format] = [name for name in fits if not (named and name == "text")]
     wanted = possible if section.format == "auto" else [section.format]
-    format = next((name for name in wanted if found[name]), None)
+    format = next((name for name in wanted if fits[name]), None)
     if format is None:
         needed: dict[Format, str] = {
             "messages": "'messages'",
@@ -199,7 +199,7 @@ class OpenConversation:
         """
         if not answers or len(answers) == len(self.turns):
             return not answers
-        called = [each.get(_CALLED) for each in self.turns[len(answers)] if each["role"] == "tool"]
+        called = [message.get(_CALLED) for message in self.turns[len(answers)] if message["role"] == "tool"]
         if spelled:
             text = answers[-1]["content"]
             return all(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) for name in called if name)
@@ -276,20 +276,20 @@ def _turns(messages: Sequence[Message], where: str) -> tuple[tuple[Message, ...]
         if message["role"] == "assistant":
             calls = [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
             functions = [(call.get("id"), call.get("function")) for call in calls]
-            made = [(each, function.get("name")) for each, function in functions if isinstance(function, dict)]
+            made = [(call_id, function.get("name")) for call_id, function in functions if isinstance(function, dict)]
         else:
             asked = {name: message[name] for name in _ASKED if message.get(name) is not None}
             if message["role"] == "tool":
-                named = [name for each, name in made if each and each == asked.get("tool_call_id")]
+                named = [name for call_id, name in made if call_id and call_id == asked.get("tool_call_id")]
                 named += [asked.get("name"), *(name for _, name in made[len(turns[-1]) :])]  # without ids in order
                 asked[_CALLED] = next(filter(None, named), None)
             turns[-1].append(asked)
         if turns[-1] and message["role"] == ("assistant" if answered else "user"):
             turns.append([])
-    found = tuple(tuple(turn) for turn in turns if turn)
-    if not found:
+    filled = tuple(tuple(turn) for turn in turns if turn)
+    if not filled:
         raise UserError(f"{where}: the conversation has nothing to answer: add at least one user message")
-    return found
+    return filled
 
 
 def report_unread(name: str, unread: Counter[str]) -> str:
@@ -313,8 +313,10 @@ def read_heldout(
     """
     chat = tokenizer.chat_template is not None
     conversations = read_conversations(path, field, limit, 1, chat)
-    encoded = [(each, encode_prompt(each.open_after(()), tokenizer, chat)) for each in conversations]
-    fitting = [(each, prompt) for each, prompt in encoded if 0 < len(prompt) <= holds - max_new_tokens]
+    encoded = [
+        (conversation, encode_prompt(conversation.open_after(()), tokenizer, chat)) for conversation in conversations
+    ]
+    fitting = [(conversation, prompt) for conversation, prompt in encoded if 0 < len(prompt) <= holds - max_new_tokens]
     if not fitting:
         raise UserError(f"no held-out prompt leaves room for {max_new_tokens} new tokens: lower max_new_tokens")
     return fitting

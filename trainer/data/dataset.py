@@ -1,10 +1,10 @@
 """A data set: all rows of a source as token ids with a loss mask, and counts of the rows.
 
-Each row passes through four modules: `rows` reads it, `conversations` interprets it, `chat` encodes it, and `batch`
+Each row passes through four modules: `sources` reads it, `conversations` interprets it, `chat` encodes it, and `batch`
 defines the examples.
 
 On each machine one process tokenizes a source, and all processes map the result from a cache folder. The folder
-contains the sequences, as an Arrow file of the datasets library, and counts of the rows. Its name is a digest of
+contains the sequences, as an Arrow file of the datasets library, and counts of the rows. Its name is a fingerprint of
 everything that determines the sequences. It appears whole or not at all, with checksums. The library's own cache would
 not notice a changed tokenizer, changed code or a damaged file, and would copy streamed rows.
 """
@@ -35,8 +35,8 @@ from trainer.data.batch import Example, StoredExamples, chosen, pack
 from trainer.data.chat import TranscriptEncoder
 from trainer.data.conversations import report_unread
 from trainer.data.encoding import Account, encoded_rows
-from trainer.data.rows import RowSource, open_source
-from trainer.files.folders import check_seal, digest_of, hold_file, sha256_of, write_folder
+from trainer.data.sources import RowSource, open_source
+from trainer.files.folders import check_seal, fingerprint_of, hold_file, sha256_of, write_folder
 from trainer.processes import agreed
 from trainer.recipe.common import DataSection
 
@@ -53,7 +53,7 @@ class Dataset:
     """The first sequence of each row, never packed. A long text has several sequences."""
     path: str
     sha256: str
-    """Digest of the whole source, and of the file of the chat template if there is one."""
+    """Fingerprint of the whole source, and of the file of the chat template if there is one."""
     account: Account
     max_length: int
     packed: bool
@@ -69,9 +69,9 @@ class Dataset:
         """Return one sentence with all counts."""
         account = self.account
         formats = " and ".join(f"{count:,} {name}" for name, count in account.formats.items())
-        found = f": {' and '.join(account.fields)}" if account.fields else ""
+        columns = f": {' and '.join(account.fields)}" if account.fields else ""
         parts = [
-            f"{account.num_rows:,} rows ({formats}{found})",
+            f"{account.num_rows:,} rows ({formats}{columns})",
             f"{len(self.examples):,} sequences",
             f"{account.trained_tokens:,} of {account.tokens:,} tokens trained",
         ]
@@ -108,16 +108,16 @@ def load_dataset(
     if not sequences:
         why = f"; the first of {account.bad_rows} bad rows: {account.named[0]}" if account.named else ""
         raise UserError(f"{path} contains nothing to train on: no row has a trained token{why}")
-    digest = source.sha256
+    content = source.sha256
     if section.chat_template is not None:
-        digest = hashlib.sha256(digest.encode() + Path(section.chat_template).read_bytes()).hexdigest()
+        content = hashlib.sha256(content.encode() + Path(section.chat_template).read_bytes()).hexdigest()
     if section.chat_template_kwargs:
-        digest = digest_of([digest, section.chat_template_kwargs])
+        content = fingerprint_of([content, section.chat_template_kwargs])
     return Dataset(
         examples=pack(sequences, section.max_length) if section.packing else sequences,
         firsts=chosen(sequences, firsts),
         path=path,
-        sha256=digest,
+        sha256=content,
         account=account,
         max_length=section.max_length,
         packed=section.packing,
@@ -128,9 +128,10 @@ def load_dataset(
 def load_splits(
     section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()
 ) -> tuple[Dataset, Dataset]:
-    """Load the training data and the held-out data (never packed), as in `load_dataset`."""
+    """Load the training data and the held-out data (never packed), as in `load_dataset`. Every process calls this."""
     heldout = load_heldout_data(section, tokenizer, ends)
-    return load_training_data(section, tokenizer, ends), heldout
+    # Every process waits here, because one per machine may tokenize.
+    return agreed(lambda: load_dataset(section.train, section, tokenizer, ends), patient=True), heldout
 
 
 def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> Dataset:
@@ -151,16 +152,13 @@ def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase, 
 def _load_prompts(path: str, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """Load a source of prompts without answers; raise UserError if any row has an answer or is not a prompt."""
     source, encoder = open_source(path, section), TranscriptEncoder(section, tokenizer)
-    found = [encoder.encode_opening(row, section) for row in islice(source.read(), section.max_rows)]
-    account = Account(Counter({"prompts": len(found)}), sequences=len(found), tokens=sum(len(e.tokens) for e in found))
-    if not found:
+    prompts = [encoder.encode_opening(row, section) for row in islice(source.read(), section.max_rows)]
+    account = Account(
+        Counter({"prompts": len(prompts)}), sequences=len(prompts), tokens=sum(len(e.tokens) for e in prompts)
+    )
+    if not prompts:
         raise UserError(f"{path} contains no prompts: use a file with one prompt per line")
-    return Dataset(found, found, path, source.sha256, account, section.max_length, False, source.commit)
-
-
-def load_training_data(section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> Dataset:
-    """Load only the training data. Every process must call this, because one per machine may tokenize."""
-    return agreed(lambda: load_dataset(section.train, section, tokenizer, ends), patient=True)
+    return Dataset(prompts, prompts, path, source.sha256, account, section.max_length, False, source.commit)
 
 
 def not_held_out(heldout: str, train: str) -> str:
@@ -194,7 +192,7 @@ _DECIDES = (
     "chat_template_kwargs",
 )
 """Fields of a data section that determine the sequences, apart from the chat template's file and the source."""
-_CODE = ("rows", "conversations", "chat", "marks", "encoding", "batch", "dataset")
+_CODE = ("sources", "conversations", "chat", "marks", "encoding", "batch", "dataset")
 
 Tokenized = tuple[Sequence[Example], Int[np.ndarray, " rows"], Account]
 """The sequences of a source, the index of each row's first sequence, and counts of all rows."""
@@ -211,23 +209,29 @@ def load_sequences(
     if source.num_bytes is not None and (
         source.num_bytes <= _FEW_BYTES or (section.max_rows is not None and section.max_rows <= _FEW_ROWS)
     ):
-        return _in_memory(source, section, tokenizer, ends)
+        examples, numbers, account = list[Example](), list[int](), Account()
+        for rows, part in encoded_rows(source, section, tokenizer, 1, ends):
+            account.add(part)
+            for row in rows:
+                numbers += [len(examples)] if row else []
+                examples += row
+        return examples, np.array(numbers, np.int64), account
     folder = cache_folder() / fingerprint(source, section, tokenizer, ends)
-    if (found := _read(folder)) is not None:
-        return found
+    if (stored := _read(folder)) is not None:
+        return stored
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with hold_file(folder, _say_once):
-            if (found := _read(folder)) is None:
+            if (stored := _read(folder)) is None:
                 write_folder(folder, lambda empty: _write(empty, source, section, tokenizer, ends), sealed=True)
-                found = _read(folder)
+                stored = _read(folder)
     except OSError as error:
         raise UserError(
             f"the tokens of {source.name} cannot be stored in {folder.parent} ({error})",
             "free some disk space, or set HEADSTART_CACHE to another folder",
         ) from error
-    assert found is not None, f"{folder} was written and cannot be read"
-    return found
+    assert stored is not None, f"{folder} was written and cannot be read"
+    return stored
 
 
 def cache_folder() -> Path:
@@ -238,7 +242,7 @@ def cache_folder() -> Path:
 def fingerprint(
     source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()
 ) -> str:
-    """Return a digest of everything that determines the sequences and counts of a source, including the code."""
+    """Return a fingerprint of everything that determines the sequences and counts of a source, including the code."""
     decides: dict[str, Any] = {name: getattr(section, name) for name in _DECIDES}
     if section.chat_template is not None:
         decides["chat_template"] = sha256_of(Path(section.chat_template))
@@ -246,29 +250,17 @@ def fingerprint(
         tokenizer.save_pretrained(folder)
         files = {path.name: sha256_of(path) for path in sorted(Path(folder).iterdir())}
     versions = [transformers.__version__, tokenizers.__version__]
-    return digest_of([source.name, source.sha256, decides, files, [*ends], _digest_of_code(), versions])[:32]
+    return fingerprint_of([source.name, source.sha256, decides, files, [*ends], _code_fingerprint(), versions])[:32]
 
 
 @cache
-def _digest_of_code() -> str:
-    """Return a digest of the code that turns rows into sequences, so that a code change invalidates the cache."""
+def _code_fingerprint() -> str:
+    """Return a fingerprint of the code that turns rows into sequences, so that a code change invalidates the cache."""
     names = [
         *(("trainer.data", name) for name in _CODE),
         *(("decoding", name) for name in ("fields", "jsonl", "prompts")),
     ]
-    return digest_of([resources.files(package).joinpath(f"{name}.py").read_text() for package, name in names])
-
-
-def _in_memory(
-    source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
-) -> Tokenized:
-    examples, firsts, account = list[Example](), list[int](), Account()
-    for rows, part in encoded_rows(source, section, tokenizer, 1, ends):
-        account.add(part)
-        for row in rows:
-            firsts += [len(examples)] if row else []
-            examples += row
-    return examples, np.array(firsts, np.int64), account
+    return fingerprint_of([resources.files(package).joinpath(f"{name}.py").read_text() for package, name in names])
 
 
 def _say_once(sentence: str) -> None:

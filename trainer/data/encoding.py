@@ -15,7 +15,7 @@ from decoding.errors import UserError
 from trainer.data.batch import Example, cut
 from trainer.data.chat import Encoded, TranscriptEncoder
 from trainer.data.conversations import transcript_of
-from trainer.data.rows import Row, RowSource
+from trainer.data.sources import Row, RowSource
 from trainer.recipe.common import DataSection
 
 _NAMED_ROWS = 5  # number of bad rows that are named; all are counted
@@ -54,11 +54,6 @@ class Account:
     def num_rows(self) -> int:
         """Number of rows read, including bad rows."""
         return sum(self.formats.values()) + self.bad_rows
-
-    def count_bad(self, error: UserError) -> None:
-        """Count an unusable row."""
-        self.bad_rows += 1
-        self.named = [*self.named, str(error)][:_NAMED_ROWS]
 
     def count(self, encoded: Encoded, kept: Sequence[Example | None]) -> None:
         """Count a row with its sequences, and with the part that is kept of each."""
@@ -104,16 +99,17 @@ class RowEncoder:
 
     def encode_all(self, rows: Sequence[Row]) -> tuple[list[list[Example]], Account]:
         """Return the sequences of each row, cut to ``max_length``, and the counts of the rows."""
-        account, found = Account(), []
+        account, sequences = Account(), []
         for row in rows:
             encoded = self.encode(row)
             if isinstance(encoded, UserError):
-                account.count_bad(encoded)
+                account.bad_rows += 1
+                account.named = [*account.named, str(encoded)][:_NAMED_ROWS]
                 continue
             kept = [cut(whole, self._section.max_length) for whole in encoded.examples]
             account.count(encoded, kept)
-            found.append([short for short in kept if short is not None])
-        return found, account
+            sequences.append([short for short in kept if short is not None])
+        return sequences, account
 
 
 def encoded_rows(

@@ -41,7 +41,7 @@ def has_marks(template: str) -> bool:
 
 def replace_marks(template: str, begin: str, end: str) -> str:
     """Return a chat template whose marks are replaced by other statements that control white space in the same way."""
-    return _MARK.sub(lambda found: f"{found[1]}{end if found[2] else begin}{found[3]}", template)
+    return _MARK.sub(lambda mark: f"{mark[1]}{end if mark[2] else begin}{mark[3]}", template)
 
 
 def with_spans(template: str) -> str:

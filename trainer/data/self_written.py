@@ -49,10 +49,10 @@ def read_request(prompts: str, limit: int | None = None) -> SelfWritten | None:
     if not prompts.startswith(_NAME):
         return None
     number, *given = prompts.removeprefix(_NAME).split(",")
-    options = dict(each.partition("=")[::2] for each in given)
+    options = dict(option.partition("=")[::2] for option in given)
     turns = options.pop("turns", "1")
     without = options.pop("except", None)
-    if options or without == "" or not all(each.isdecimal() and int(each) for each in (number, turns)):
+    if options or without == "" or not all(count.isdecimal() and int(count) for count in (number, turns)):
         raise UserError(f"{prompts} is malformed: write self:COUNT[,turns=N][,except=FILE], such as self:2000")
     return SelfWritten(min(int(number), limit or int(number)), int(turns), without)
 
@@ -68,10 +68,10 @@ class UserTurn:
         added: Any = tokenizer.added_tokens_decoder
         specials = {token.content: index for index, token in added.items() if token.special}
         self._specials = frozenset(specials.values())
-        opening, found, closing = self._around(())
+        opening, message, closing = self._around(())
         end = next((index for text, index in specials.items() if closing.lstrip().startswith(text)), None)
-        if not opening or not found or end is None:
-            what = repr(closing.strip()[:20]) if opening and found else "nothing"
+        if not opening or not message or end is None:
+            what = repr(closing.strip()[:20]) if opening and message else "nothing"
             raise UserError(
                 "the chat template does not show where a user's turn begins and ends: a special token must follow the "
                 f"message, not {what}",
@@ -91,8 +91,8 @@ class UserTurn:
             text: Any = self._tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
             raise UserError(f"the chat template rejects a user's turn: {error}") from error
-        before, found, behind = str(text).partition(_MARK)
-        return before, found, behind
+        before, message, behind = str(text).partition(_MARK)
+        return before, message, behind
 
     def config(self, config: DecodingConfig, context: int | None) -> DecodingConfig:
         """Return the settings that decode a prompt, with other seeds than the answers; ``context`` is the target's.
@@ -205,7 +205,7 @@ class PromptDraws:
 
     def told(self) -> str:
         """Return the counts in words."""
-        found = self.counts()
-        removed = [f"{number:,} {reason}" for reason, number in found["removed"].items()]
-        parts = [f"{found['draws']:,} draws", f"{found['prompts']:,} prompts", *removed]
-        return ", ".join([*parts, f"{found['spare']:,} to spare"] if found["spare"] else parts)
+        counts = self.counts()
+        removed = [f"{number:,} {reason}" for reason, number in counts["removed"].items()]
+        parts = [f"{counts['draws']:,} draws", f"{counts['prompts']:,} prompts", *removed]
+        return ", ".join([*parts, f"{counts['spare']:,} to spare"] if counts["spare"] else parts)

@@ -150,7 +150,7 @@ def _form(models: Models, words: Words) -> Form:
     name, drafter = next(iter(models.drafters.items()))
     label = "Prompt (Shift+Enter runs it)"
     prompt = gr.Textbox(words.examples[0], label=label, lines=4, max_lines=12, elem_id="prompt")
-    samples = [[each] for each in words.examples]
+    samples = [[example] for example in words.examples]
     examples = gr.Dataset(components=[prompt], samples=samples, label="Examples", type="index")
 
     def example(index: float) -> str:

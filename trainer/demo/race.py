@@ -59,7 +59,10 @@ class Models:
     def warm_up(self, tokens: int = 8) -> None:
         """Decode a few tokens plainly and with each drafter, because the first passes of a process take longer."""
         prompt, config = encode_prompt("The first", self.tokenizer, chat=True), DecodingConfig(max_new_tokens=tokens)
-        for target, drafter in ((self.plain_target, None), *((self.target, each) for each in self.drafters.values())):
+        for target, drafter in (
+            (self.plain_target, None),
+            *((self.target, loaded) for loaded in self.drafters.values()),
+        ):
             Engine(target, drafter).decode(prompt, config)
 
 
@@ -106,12 +109,13 @@ class Side:
 class Ending(NamedTuple):
     """The comparison of two finished texts.
 
-    ``alike``: number of equal leading tokens. ``verdict``: "equal", or why the texts differ: "stopped" before the end;
-    "sampled" tokens; a "near-tie" of logits ``margin`` apart, which rounding can reverse; or an unexplained "fault".
+    ``alike``: number of equal leading tokens. ``conclusion``: "equal", or why the texts differ: "stopped" before the
+    end; "sampled" tokens; a "near-tie" of logits ``margin`` apart, which rounding can reverse; or an unexplained
+    "fault".
     """
 
     alike: int
-    verdict: Literal["equal", "stopped", "sampled", "near-tie", "fault"]
+    conclusion: Literal["equal", "stopped", "sampled", "near-tie", "fault"]
     margin: float | None = None
 
 
@@ -185,15 +189,15 @@ class Race:
 def fitting_rules(drafter: Drafter, temperature: float | None) -> list[tuple[str, str]]:
     """Return (label, name) of the rules that accept the drafter's proposals at this temperature; `AUTOMATIC` first."""
     greedy = not temperature or not number_of("temperature", temperature) > 0
-    found = [("automatic (lossless)", AUTOMATIC)]
+    choices = [("automatic (lossless)", AUTOMATIC)]
     for name, rule in RULES.items():
         if greedy == (rule is GREEDY):
             try:
                 rule.check(drafter.kinds(SamplingConfig(0.0 if greedy else 1.0)), drafter.chains_only)
             except UserError:
                 continue
-            found.append((f"{name} ({rule.label})", name))
-    return found
+            choices.append((f"{name} ({rule.label})", name))
+    return choices
 
 
 class Form(NamedTuple):

@@ -45,12 +45,12 @@ def machine_findings(environment: Mapping[str, str]) -> list[Finding]:
 
 def check_threads(threads: int, cores: int, feeds_gpu: bool) -> Finding:
     """Compare PyTorch's threads with the cores of this process."""
-    found, figures = f"PyTorch uses {threads} threads on {cores} cores", {"threads": threads, "cores": cores}
+    sentence, figures = f"PyTorch uses {threads} threads on {cores} cores", {"threads": threads, "cores": cores}
     if threads > cores:
-        return note("threads", f"{found}: they wait for each other", f"set OMP_NUM_THREADS={cores}", **figures)
+        return note("threads", f"{sentence}: they wait for each other", f"set OMP_NUM_THREADS={cores}", **figures)
     if threads < cores and not feeds_gpu:
-        return note("threads", f"{found}: some cores are idle", f"set OMP_NUM_THREADS={cores}", **figures)
-    return ok("threads", found, **figures)
+        return note("threads", f"{sentence}: some cores are idle", f"set OMP_NUM_THREADS={cores}", **figures)
+    return ok("threads", sentence, **figures)
 
 
 def check_memory(free: int | None) -> Finding:
@@ -59,12 +59,12 @@ def check_memory(free: int | None) -> Finding:
 
 
 def _gpus() -> list[Finding]:
-    found = []
+    findings = []
     for index in range(torch.cuda.device_count()) if torch.cuda.is_available() else ():
         free, total = torch.cuda.mem_get_info(index)
         name = f"{torch.cuda.get_device_name(index)}, {size(free)} free of {size(total)}, CUDA {torch.version.cuda}"
-        found.append(ok(f"GPU {index}", name, free=free, total=total))
-    return found
+        findings.append(ok(f"GPU {index}", name, free=free, total=total))
+    return findings
 
 
 def check_no_gpu(has_driver: bool, cuda: str | None) -> Finding:
@@ -80,10 +80,10 @@ def check_no_gpu(has_driver: bool, cuda: str | None) -> Finding:
 
 def check_disk(variable: str, path: Path, free: int) -> Finding:
     """Report the free space of a folder; the environment variable ``variable`` can move it."""
-    found = f"{size(free)} free in {path}"
+    sentence = f"{size(free)} free in {path}"
     if free < _LITTLE_DISK:
-        return note("disk", found, f"make room, or set {variable} to a folder on a larger disk", free=free)
-    return ok("disk", found, free=free)
+        return note("disk", sentence, f"make room, or set {variable} to a folder on a larger disk", free=free)
+    return ok("disk", sentence, free=free)
 
 
 def check_hub(environment: Mapping[str, str]) -> Finding:
@@ -112,7 +112,7 @@ def free_bytes() -> int | None:
 
 def _free_beneath(path: Path) -> int:
     """Return the free bytes on the disk of a folder; the folder may be missing."""
-    return shutil.disk_usage(next(each for each in (path, *path.absolute().parents) if each.exists())).free
+    return shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists())).free
 
 
 # --- packages ---------------------------------------------------------------------------------------------------------
@@ -121,27 +121,24 @@ def _free_beneath(path: Path) -> int:
 def package_findings(requires: Sequence[str] | None, version_of: Callable[[str], str | None]) -> list[Finding]:
     """Compare installed packages with a distribution's requirements; None if it is not installed."""
     if requires is None:
-        found = f"{_DISTRIBUTION} runs from its folder without being installed, so its requirements are unknown"
-        return [note(_DISTRIBUTION, found, "pip install -e . in its folder")]
+        sentence = f"{_DISTRIBUTION} runs from its folder without being installed, so its requirements are unknown"
+        return [note(_DISTRIBUTION, sentence, "pip install -e . in its folder")]
     here, faults, missing = [], [], set[str]()
     for line in map(Requirement, requires):
-        extra = next(iter(_extras(line)), None)
+        _, named, rest = str(line.marker).partition('extra == "')
+        extra = rest.partition('"')[0] if named else None
         if line.marker is not None and not line.marker.evaluate({"extra": extra or ""}):
             continue
         version = version_of(line.name)
         if version is None and extra is not None:
             missing.add(extra)
         elif version is None or not line.specifier.contains(version, prereleases=True):
-            found = f"{line.name} is {version or 'missing'}, and {extra or _DISTRIBUTION} needs {line.specifier}"
-            faults.append(problem(line.name, found, f"pip install '{line.name}{line.specifier}'"))
+            sentence = f"{line.name} is {version or 'missing'}, and {extra or _DISTRIBUTION} needs {line.specifier}"
+            faults.append(problem(line.name, sentence, f"pip install '{line.name}{line.specifier}'"))
         else:
             here.append(f"{line.name} {version}")
     without = f"not installed: {', '.join(sorted(missing))} (pip install '{_DISTRIBUTION}[NAME]')"
     return [ok("packages", ", ".join(here)), *faults, ok("extras", without if missing else "all are installed")]
-
-
-def _extras(line: Requirement) -> list[str]:
-    return [] if line.marker is None else [part.split('"')[1] for part in str(line.marker).split("extra == ")[1:]]
 
 
 def installed_packages() -> list[Finding]:

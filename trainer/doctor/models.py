@@ -88,17 +88,17 @@ def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Fi
             if method is not None:
                 break  # packed weights have different shapes and additional scales
             if shapes.get(key, tuple(stored.shape)) != tuple(stored.shape):
-                found = f"{key} has shape {tuple(stored.shape)}, but config.json says {shapes[key]}"
-                raise UserError(found, _COPY)
+                sentence = f"{key} has shape {tuple(stored.shape)}, but config.json says {shapes[key]}"
+                raise UserError(sentence, _COPY)
         count = sum(parameter.numel() for parameter in model.model.parameters())
         kind = type(model.model).__name__
-        found = f"{kind}, {count / 1e6:,.1f}M parameters, {model.num_layers} layers; works: {abilities(model.model)}"
-        found += "" if model.no_trees is None else f" ({why_no_chains(model.model) or model.no_trees})"
-        found += "" if method is None else f"; weights quantised by {method}"
+        sentence = f"{kind}, {count / 1e6:,.1f}M parameters, {model.num_layers} layers; works: {abilities(model.model)}"
+        sentence += "" if model.no_trees is None else f" ({why_no_chains(model.model) or model.no_trees})"
+        sentence += "" if method is None else f"; weights quantised by {method}"
         if (source := source_of(folder)) is not None:
-            found += f"; read from {source['file']} (quantised: {source['quantisation'] or 'no'}), as {folder}"
+            sentence += f"; read from {source['file']} (quantised: {source['quantisation'] or 'no'}), as {folder}"
         built.append(Skeleton(name, folder, model, tokenizer))
-        return ok("architecture", found, parameters=count)
+        return ok("architecture", sentence, parameters=count)
 
     findings = [attempt("files", lambda: _files(name, folder), _COPY)]
     if all_pass(findings):
@@ -152,12 +152,12 @@ def target_findings(target: Skeleton) -> list[Finding]:
 def check_vocabulary(target: Skeleton) -> Finding:
     """Compare the tokenizer's number of tokens with the model's; the model may have padding."""
     known, named = target.model.vocab_size, len(target.tokenizer)
-    found = f"the tokenizer has {named} tokens and the model has {known}"
+    sentence = f"the tokenizer has {named} tokens and the model has {known}"
     if target.tokenizer.vocab_size > known:
-        return problem("vocabulary", found, "use the model's own tokenizer")
+        return problem("vocabulary", sentence, "use the model's own tokenizer")
     if named > known:
         beyond = [token for token, index in target.tokenizer.get_added_vocab().items() if index >= known]
-        return note("vocabulary", found, f"keep {', '.join(beyond)} out of prompts: the model cannot read them")
+        return note("vocabulary", sentence, f"keep {', '.join(beyond)} out of prompts: the model cannot read them")
     return ok("vocabulary", f"{known} tokens, {known - named} of them padding")
 
 
@@ -168,8 +168,8 @@ def check_end(target: Skeleton) -> Finding:
         remedy = "set eos_token_id in generation_config.json, or limit texts by --max-new-tokens and --stop"
         return note("end of text", "neither config nor tokenizer names a token that ends texts", remedy)
     if max(ends) >= target.model.vocab_size:
-        found = f"the end-of-text token is {max(ends)}, but the model has tokens 0 to {target.model.vocab_size - 1}"
-        return problem("end of text", found, "correct eos_token_id in generation_config.json")
+        sentence = f"the end-of-text token is {max(ends)}, but the model has tokens 0 to {target.model.vocab_size - 1}"
+        return problem("end of text", sentence, "correct eos_token_id in generation_config.json")
     names = [f"{target.tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in ends]
     return ok("end of text", ", ".join(names))
 
@@ -177,12 +177,12 @@ def check_end(target: Skeleton) -> Finding:
 def check_memory(weights: Mapping[str, int], free: int | None) -> Finding:
     """Compare free memory with the size of all weights; long texts need more."""
     needed = sum(weights.values())
-    found = f"{' + '.join(f'{name} {size(count)}' for name, count in weights.items())} of weights"
+    sentence = f"{' + '.join(f'{name} {size(count)}' for name, count in weights.items())} of weights"
     if free is None:
-        return ok("memory", found, needed=needed)
+        return ok("memory", sentence, needed=needed)
     if needed > free:
-        return problem("memory", f"{found}; {size(free)} free", "use a smaller target, or more or larger GPUs")
-    return ok("memory", f"{found}; {size(free)} free", needed=needed, free=free)
+        return problem("memory", f"{sentence}; {size(free)} free", "use a smaller target, or more or larger GPUs")
+    return ok("memory", f"{sentence}; {size(free)} free", needed=needed, free=free)
 
 
 # --- drafters ---------------------------------------------------------------------------------------------------------
@@ -243,11 +243,11 @@ def layout_findings(spec: DrafterSpec) -> list[Finding]:
             )
         form = "speculators' nested form" if "speculators_model_type" in stored else "flat form"
         right = [server for server, problems in lost.items() if not problems]
-        found = f"{kind} in {form}; run as trained by {', '.join(right) or 'none'}"
+        sentence = f"{kind} in {form}; run as trained by {', '.join(right) or 'none'}"
         if len(right) == len(lost):
-            return ok("layout", found)
+            return ok("layout", sentence)
         wrong = [f"{server} has {', '.join(problems)}" for server, problems in lost.items() if problems]
-        return note("layout", "; ".join([found, *wrong]), remedy)
+        return note("layout", "; ".join([sentence, *wrong]), remedy)
 
     return [attempt("layout", layout, _COPY)]
 
@@ -260,8 +260,8 @@ def _heads(name: str, folder: Path, target: Skeleton, bytes_of: list[int]) -> Fi
     check_tensors(folder / CONFIG_NAME, header, config.shapes(), _COPY)
     config.check_fits(target.model.hidden_size, target.model.vocab_size)
     bytes_of.append(sum(prod(tensor.shape) for tensor in header.values()) * target.model.dtype.itemsize)
-    found = f"{config.num_heads} heads, a tree of {len(config.tree)} nodes, hidden states of {config.hidden_size}"
-    return ok("heads", found)
+    sentence = f"{config.num_heads} heads, a tree of {len(config.tree)} nodes, hidden states of {config.hidden_size}"
+    return ok("heads", sentence)
 
 
 def _tokens(draft: Skeleton, target: Skeleton) -> Finding:
@@ -305,10 +305,10 @@ def _origin(folder: Path, target: Skeleton, trusted: bool, reads_target: bool) -
         return note("origin", "no provenance.json names a target", "measure acceptance with headstart evaluate")
     if (missing := _not_fetched(target.name, target.folder)) is not None:
         return note("origin", f"trained on {wanted}; this target's weights are not downloaded", missing.remedy)
-    found = stored_fingerprint(target.name, trusted)
-    if found == wanted:
-        return ok("origin", f"trained on this target ({found})")
-    difference = f"trained on another target ({wanted}; this one is {found})"
+    fingerprint = stored_fingerprint(target.name, trusted)
+    if fingerprint == wanted:
+        return ok("origin", f"trained on this target ({fingerprint})")
+    difference = f"trained on another target ({wanted}; this one is {fingerprint})"
     if reads_target:
         adapted = folder / "target"
         remedy = f"use --target {adapted}" if adapted.is_dir() else "train them again on this target"
@@ -332,11 +332,11 @@ def check_decoding(name: str, dtype: torch.dtype, specs: Sequence[DrafterSpec], 
         prompt = encode_prompt(_PROMPT, tokenizer, chat=True)
         made = Engine(target, drafter).decode(prompt, DecodingConfig(_TOKENS, eos_token_ids=ends))
         reference = Reference(target, SamplingConfig(temperature=1.0), ends)
-        found = greedy_identity(reference, [EngineText(tuple(prompt), tuple(made.tokens))])
+        proof = greedy_identity(reference, [EngineText(tuple(prompt), tuple(made.tokens))])
         passes, accepted = len(made.steps), sum(step.accepted for step in made.steps)
-        told = f"{len(made.tokens)} tokens in {passes} target passes, {accepted} of them drafted; {found.found}"
-        remedy = "" if found.passed else "check more text with headstart verify"
-        return Finding("decoding", found.status, told, remedy, found.figures)
+        told = f"{len(made.tokens)} tokens in {passes} target passes, {accepted} of them drafted; {proof.found}"
+        remedy = "" if proof.passed else "check more text with headstart verify"
+        return Finding("decoding", proof.status, told, remedy, proof.figures)
 
     findings = []
     for spec in (None, *specs):

@@ -49,20 +49,20 @@ class TeacherSource(Protocol):
         ...
 
     def for_batch(
-        self, batch: Batch, places: Int[Tensor, " labels"] | None = None, stored: Mapping[str, Tensor] | None = None
+        self, batch: Batch, positions: Int[Tensor, " labels"] | None = None, stored: Mapping[str, Tensor] | None = None
     ) -> Teacher:
         """Return the target's distribution at the positions whose next token is trained, row by row.
 
-        ``places`` are these positions in the flattened batch; ``stored`` is the result of `read` on the batch's device.
-        Both are computed if they are missing.
+        ``positions`` are these positions in the flattened batch; ``stored`` is the result of `read` on the batch's
+        device. Both are computed if they are missing.
         """
         ...
 
 
-class DraftAhead(NamedTuple):
+class DraftPrefetch(NamedTuple):
     """Parts of a draft's step that do not need the target to run."""
 
-    places: Int[Tensor, " labels"]
+    positions: Int[Tensor, " labels"]
     """Positions before the labels, in the flattened batch."""
     stored: Mapping[str, Tensor] | None = None
     """The teacher's rows from the disk, if they are stored."""
@@ -78,12 +78,12 @@ class OnlineTeacher:
         """Return None, because nothing is stored."""
 
     def for_batch(
-        self, batch: Batch, places: Int[Tensor, " labels"] | None = None, stored: Mapping[str, Tensor] | None = None
+        self, batch: Batch, positions: Int[Tensor, " labels"] | None = None, stored: Mapping[str, Tensor] | None = None
     ) -> HiddenTeacher:
         """Return the target's hidden states at the labelled positions."""
-        places = batch.label_places(1) if places is None else places
+        positions = batch.label_positions(1) if positions is None else positions
         return HiddenTeacher(
-            flat_rows(self._target.hidden(batch), places), self._target.lm_head, self._target.transform
+            flat_rows(self._target.hidden(batch), positions), self._target.lm_head, self._target.transform
         )
 
 
@@ -91,7 +91,7 @@ class DraftInputs(NamedTuple):
     """Inputs of a draft's step: the inputs of the forward pass, and the labels with their positions."""
 
     model_inputs: Mapping[str, Any]
-    places: Int[Tensor, " labels"]
+    positions: Int[Tensor, " labels"]
     """Positions before the labels, in the flattened batch."""
     labels: Int[Tensor, " labels"]
     teacher: Teacher | None
@@ -121,8 +121,8 @@ class DistillTraining(nn.Module):
 
     def _on_logits(self, inputs: DraftInputs, scale: Tensor | None, hidden: Tensor, lm_head: Tensor) -> TermSums:
         known = slice(None) if self._output_tokens is not None else slice(self._vocab_size)
-        found = fused_loss(
-            flat_rows(hidden, inputs.places) * self._scale,
+        loss = fused_loss(
+            flat_rows(hidden, inputs.positions) * self._scale,
             lm_head[known],
             inputs.labels,
             self._mix,
@@ -130,8 +130,8 @@ class DistillTraining(nn.Module):
             tokens=self._output_tokens,
             soft_cap=self._soft_cap,
         )
-        hits = found.accepted.sum() if self._mix.soft else found.correct.sum()
-        return TermSums.of(found.loss[None], hits[None], scale)
+        hits = loss.accepted.sum() if self._mix.soft else loss.correct.sum()
+        return TermSums.of(loss.loss[None], hits[None], scale)
 
 
 class DistillObjective:
@@ -162,17 +162,17 @@ class DistillObjective:
     def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
         return batch.labelled(1).sum()[None]
 
-    def ahead(self, batch: Batch, step: int) -> DraftAhead:
-        return DraftAhead(batch.label_places(1), self._teacher.read(batch) if self._soft else None)
+    def prefetch(self, batch: Batch, step: int) -> DraftPrefetch:
+        return DraftPrefetch(batch.label_positions(1), self._teacher.read(batch) if self._soft else None)
 
-    def inputs(self, batch: Batch, step: int, ahead: DraftAhead | None = None) -> tuple[Any, ...]:
+    def inputs(self, batch: Batch, step: int, prefetched: DraftPrefetch | None = None) -> tuple[Any, ...]:
         self.module.train()  # decoding leaves it in evaluation mode
-        ahead = ahead or self.ahead(batch, step)
-        teacher = self._teacher.for_batch(batch, ahead.places, ahead.stored) if self._soft else None
-        labels = batch.tokens.flatten()[ahead.places + 1]
-        return (DraftInputs(batch.model_inputs(), ahead.places, labels, teacher),)
+        prefetched = prefetched or self.prefetch(batch, step)
+        teacher = self._teacher.for_batch(batch, prefetched.positions, prefetched.stored) if self._soft else None
+        labels = batch.tokens.flatten()[prefetched.positions + 1]
+        return (DraftInputs(batch.model_inputs(), prefetched.positions, labels, teacher),)
 
-    def writing_draft(self) -> CausalLM:
+    def decoding_copy(self) -> CausalLM:
         """Return a copy of the draft with its current weights, in the target's dtype."""
         draft: Any = copy.deepcopy(self.module.draft)
         draft.to(self._dtype)
@@ -180,10 +180,10 @@ class DistillObjective:
         return CausalLM(draft.requires_grad_(False).eval(), self.output_tokens)
 
     def drafter(self) -> Drafter:
-        return drafter_of(self.writing_draft(), self._section.num_draft_tokens)
+        return drafter_of(self.decoding_copy(), self._section.num_draft_tokens)
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
         """Do nothing: an ordinary draft stores no tree."""
 
     def save(self, folder: Path) -> None:
-        write_draft(self.writing_draft(), self._tokenizer, folder)
+        write_draft(self.decoding_copy(), self._tokenizer, folder)

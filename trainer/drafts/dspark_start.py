@@ -16,9 +16,8 @@ from decoding.model.loading import eos_token_ids, load_dspark
 from trainer.data.batch import Example
 from trainer.processes import from_first
 from trainer.recipe.draft import DraftSection, DSparkSection
-from trainer.target.least_squares import fit_states, start_bias
+from trainer.target.initial import fit_states, most_frequent_trained, start_bias
 from trainer.target.loading import OnlineTarget
-from trainer.target.vocabulary import most_frequent_trained
 
 SCALED = ("linear", "yarn")
 """Scaled rotary embeddings of a target that its drafts take over. llama.cpp cannot scale a draft's in other ways."""
@@ -73,7 +72,7 @@ def _stored_draft(
             "use a draft with a vanilla one"
         )
     mask = None if section.mask_token is None else mask_token(tokenizer, target.vocab_size, section.mask_token)
-    for key, wanted, found in (
+    for key, wanted, held in (
         ("layers", section.layers, config.num_hidden_layers),
         ("block_size", section.block_size, config.block_size),
         ("taps", section.taps, config.target_layer_ids),
@@ -85,9 +84,9 @@ def _stored_draft(
         ("sample_from_anchor", section.sample_from_anchor, config.sample_from_anchor),
         ("mask_token", mask, config.mask_token_id),
     ):
-        if wanted not in (None, found):
+        if wanted not in (None, held):
             raise UserError(
-                f"draft.init.from_model, {name}, has {key} {found} and not {wanted}: change draft.dspark.{key}, or "
+                f"draft.init.from_model, {name}, has {key} {held} and not {wanted}: change draft.dspark.{key}, or "
                 "use another draft"
             )
     if of_draft.vocabulary is not None and config.outputs > min(of_draft.vocabulary, config.vocab_size):
@@ -155,8 +154,8 @@ def layer_sizes(target: CausalLM) -> dict[str, Any]:
 def rotary_of(target: CausalLM) -> dict[str, Any]:
     """Return the rotary parameters of the target's layers that attend to the whole text; empty if there are none."""
     given = getattr(target.model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    found: dict[str, Any] = given.get("full_attention", given)
-    return found
+    parameters: dict[str, Any] = given.get("full_attention", given)
+    return parameters
 
 
 def spread_taps(layers: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,7 +17,7 @@ from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
 from decoding.rules.sampling import SamplingConfig
-from trainer.data.batch import Example, Offline, PlacedExample
+from trainer.data.batch import Example, IndexedExample, Offline
 from trainer.drafts.distill import AnyDraft, drafter_of
 from trainer.files.folders import write_text
 from trainer.processes import ALONE, Process
@@ -28,20 +28,20 @@ TEXT_PROMPT = 64
 """Number of tokens at a plain text's start that serve as its prompt; half the text if it is short."""
 GENERATED = "generated"
 """The folder of generated texts in a run's output."""
-Origin = Literal["offline", "target", "loop"]
-"""The origin of a sequence: see `PolicySection`."""
+AnswerSource = Literal["offline", "target", "loop"]
+"""The source of a sequence: see `PolicySection`."""
 
 
 class Order(NamedTuple):
     """A text to generate, for a position in a step's batch (both from 0).
 
-    ``place`` is the index in the data set of the example with the prompt.
+    ``example_index`` is the index in the data set of the example with the prompt.
     """
 
     step: int
     position: int
-    place: int
-    kind: Origin
+    example_index: int
+    kind: AnswerSource
     prompt: tuple[int, ...]
 
 
@@ -50,8 +50,8 @@ class GeneratedText(NamedTuple):
 
     step: int
     position: int
-    place: int
-    kind: Origin
+    example_index: int
+    kind: AnswerSource
     prompt_length: int
     tokens: tuple[int, ...]
     rejected: tuple[int, ...]
@@ -90,7 +90,7 @@ class TextWriter:
     def write(self, orders: Sequence[Order], draft: AnyDraft) -> list[GeneratedText]:
         """Generate texts, ordered by step and position. A draft only speeds up the target's texts."""
         target, drafter = self.target.at_its_fastest(), drafter_of(draft, self._num_draft_tokens)
-        writers: dict[Origin, tuple[CausalLM, Drafter | None]] = {
+        writers: dict[AnswerSource, tuple[CausalLM, Drafter | None]] = {
             "target": (target, drafter if self._speculates else None),
             "loop": (target, drafter),
         }
@@ -116,7 +116,7 @@ class TextWriter:
         texts = []
         for order, text, corrected in zip(orders, tokens, rejected, strict=True):
             length = len(order.prompt)
-            where = order.step, order.position, order.place, order.kind
+            where = order.step, order.position, order.example_index, order.kind
             texts.append(GeneratedText(*where, length, tuple(text), tuple(corrected)))
         return texts
 
@@ -157,7 +157,9 @@ class WindowFiles:
         texts = []
         for path in sorted(self.folder.glob(f"{_window_name(done)}-*.jsonl")):
             try:
-                texts += [_read_row(json.loads(line)) for line in path.read_text().splitlines()]
+                for row in map(json.loads, path.read_text().splitlines()):
+                    lists = {name: tuple(row[name]) for name in ("tokens", "rejected")}
+                    texts.append(GeneratedText(**{name: row[name] for name in GeneratedText._fields} | lists))
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(
                     f"{path} is damaged ({error!r}): remove the checkpoints after step {done}, or use another output"
@@ -167,11 +169,6 @@ class WindowFiles:
 
 def _window_name(done: int) -> str:
     return f"after-{done:08d}"
-
-
-def _read_row(row: dict[str, Any]) -> GeneratedText:
-    lists = {name: tuple(row[name]) for name in ("tokens", "rejected")}
-    return GeneratedText(**{name: row[name] for name in GeneratedText._fields} | lists)
 
 
 def policy_source(
@@ -197,7 +194,7 @@ def policy_source(
 class PolicySource:
     """Source of batches mixed by a policy: offline rows first, then texts by the target, then by the loop.
 
-    A position's origin, prompt and random numbers depend on seed, step and position alone. Texts are generated at
+    A position's source, prompt and random numbers depend on seed, step and position alone. Texts are generated at
     multiples of ``policy.every`` and saved before they train the draft. So a resumed run trains on the same texts, and
     any number of processes on the same batch.
     """
@@ -243,7 +240,7 @@ class PolicySource:
             "generated/seconds": (time.perf_counter() - start) / self._files.process.world,
         }
 
-    def examples_at(self, step: int, positions: Sequence[int]) -> list[PlacedExample]:
+    def examples_at(self, step: int, positions: Sequence[int]) -> list[IndexedExample]:
         window = step - step % self._policy.every
         if window != self._window:
             self._window, self._texts = window, self._read(window)
@@ -252,11 +249,11 @@ class PolicySource:
             for position, row in zip(positions, self._offline.examples_at(step, positions), strict=True)
         ]
 
-    def _trained(self, row: PlacedExample, text: GeneratedText | None) -> PlacedExample:
+    def _trained(self, row: IndexedExample, text: GeneratedText | None) -> IndexedExample:
         """Return the text as a row; without a text, return the row of the data."""
         if text is None:
             return row
-        return PlacedExample(text.example(self._policy.loop_trains if text.kind == "loop" else "all"), -1)
+        return IndexedExample(text.example(self._policy.loop_trains if text.kind == "loop" else "all"), -1)
 
     def _read(self, window: int) -> dict[tuple[int, int], GeneratedText]:
         wanted = {(order.step, order.position) for order in self._orders(window, range(self._training.batch_size))}
@@ -279,11 +276,11 @@ class PolicySource:
                     orders.append(Order(step, position, row.example_index, kinds[position], prompt))
         return orders
 
-    def _kinds(self, step: int) -> list[Origin]:
-        """Return the origin of each position in a step's batch. Shares are met to within one position, and exactly on
+    def _kinds(self, step: int) -> list[AnswerSource]:
+        """Return the source of each position in a step's batch. Shares are met to within one position, and exactly on
         average.
         """
-        kinds, shares = get_args(Origin), self._policy.shares
+        kinds, shares = get_args(AnswerSource), self._policy.shares
         bounds = list(accumulate(shares[kind] for kind in kinds))
         # A multiple of 1/1024 keeps the last position clearly below 1, the rounded end of the bounds.
         size, offset = self._training.batch_size, random.Random(f"{self._training.seed} {step}").randrange(1024) / 1024

@@ -27,7 +27,7 @@ from decoding.model.vocabulary import trimmed_vocabulary, with_filled_vocabulary
 from trainer.data.batch import Example
 from trainer.files.transformers4 import write_model
 from trainer.recipe.draft import DraftSection, InitSection
-from trainer.target.vocabulary import most_frequent_trained
+from trainer.target.initial import most_frequent_trained
 
 
 class InitialDraft(NamedTuple):
@@ -86,8 +86,8 @@ def _started(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, init: InitSection, trust_remote_code: bool
 ) -> PreTrainedModel:
     if init.from_model is not None:
-        found = {"dspark": dspark_folder(init.from_model), "eagle3": eagle3_folder(init.from_model)}
-        for kind in (kind for kind, folder in found.items() if folder is not None):
+        folders = {"dspark": dspark_folder(init.from_model), "eagle3": eagle3_folder(init.from_model)}
+        for kind in (kind for kind, folder in folders.items() if folder is not None):
             raise UserError(
                 f"draft.init.from_model, {init.from_model}, is {'a DSpark' if kind == 'dspark' else 'an EAGLE-3'} "
                 f"draft: add draft.{kind}, as in recipes/any/{kind}.yaml, or use another draft"

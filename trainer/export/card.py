@@ -78,14 +78,14 @@ def read_own_report(path: Path, source: Path) -> dict[str, Any]:
     Raises `UserError` unless the report measured these weights on the target that they were trained for.
     """
     report, kind = read_report(path), "heads" if kind_held_in(source) == HEADS else "draft"
-    found, specs, mine = report.get("fingerprints"), report.get("drafters"), stored_fingerprint(source)
-    if not isinstance(found, dict) or not isinstance(specs, dict):
+    fingerprints, specs, mine = report.get("fingerprints"), report.get("drafters"), stored_fingerprint(source)
+    if not isinstance(fingerprints, dict) or not isinstance(specs, dict):
         raise UserError(f"{path} does not record the fingerprints of the weights that it measured: {_REMEDY}")
-    names = {name for name, spec in specs.items() if found.get(spec) == mine}
+    names = {name for name, spec in specs.items() if fingerprints.get(spec) == mine}
     own = [row for row in report["rows"] if row.get("artefact") == kind and row.get("drafter") in names]
     if not own:
         raise UserError(f"{path} did not measure the {kind} in {source} ({mine}): {_REMEDY}")
-    wanted, target = trained_for(source), found.get("target")
+    wanted, target = trained_for(source), fingerprints.get("target")
     if wanted is not None and target != wanted:
         raise UserError(f"{path} measured with target {target}, but {source} was trained for {wanted}: {_REMEDY}")
     return {**report, "rows": [row for row in report["rows"] if row in own or row.get("artefact") is None]}
@@ -129,8 +129,8 @@ def card_figures(content: dict[str, Any], chains: bool) -> CardFigures:
 
 def _speeds(row: ReportRow) -> tuple[float, float]:
     """Return the speed-up of a row, and the low end of its interval (infinity if it was not measured)."""
-    found = row.speedup_of_totals or Figure(None)
-    return math.inf if found.value is None else found.value, math.inf if found.low is None else found.low
+    speedup = row.speedup_of_totals or Figure(None)
+    return math.inf if speedup.value is None else speedup.value, math.inf if speedup.low is None else speedup.low
 
 
 # --- the card ---------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def render_card(
     named = code(target) if packed is None else f"{code(target)}, quantised ({packed})"
     title = kind if target == UNKNOWN_TARGET else f"{kind} for {target}"
     sources = [about.get("source") for about in (published or {"data": {}})["data"].values()]
-    datasets = list(dict.fromkeys(each for each in sources if isinstance(each, str) and is_hub_id(each)))
+    datasets = list(dict.fromkeys(source for source in sources if isinstance(source, str) and is_hub_id(source)))
     metadata = ModelCardData(
         library_name=FORMATS[artefact.format].library,
         license=license,

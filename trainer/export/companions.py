@@ -81,10 +81,10 @@ def target_of(source: Path) -> str | None:
 def _verifier_in(source: Path) -> str | None:
     """Return the target that speculators' nested ``config.json`` names."""
     path = source / CONFIG_NAME
-    found: Any = read_object(path, "copy it again") if path.is_file() else {}
+    value: Any = read_object(path, "copy it again") if path.is_file() else {}
     for key in ("speculators_config", "verifier", "name_or_path"):
-        found = found.get(key) if isinstance(found, dict) else None
-    return found if isinstance(found, str) and found != UNKNOWN_TARGET else None
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, str) and value != UNKNOWN_TARGET else None
 
 
 def trained_for(source: Path) -> str | None:

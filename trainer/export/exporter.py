@@ -1,11 +1,14 @@
 """The export command's work: check, write, read back, describe on a card, list server commands."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from decoding.errors import UserError
 from decoding.measure.redact import without_local_paths
+from decoding.model.causal_lm import CausalLM
+from trainer.export import folder_formats
 from trainer.export.card import FOLDER_NAME, CardFigures, card_figures, read_own_report, render_card, target_argument
 from trainer.export.companions import (
     ServingPlan,
@@ -15,7 +18,7 @@ from trainer.export.companions import (
     target_of,
     write_companions,
 )
-from trainer.export.readback import check_drafts
+from trainer.export.readback import Readers, check_drafts
 from trainer.export.serve import ServerCommand, Serving, commands_of
 from trainer.export.task import FORMATS, Artefact, ExportTask, artefact_folder, check_format, opened
 from trainer.export.upload import CARD_NAME
@@ -24,6 +27,10 @@ from trainer.heads.medusa2 import TARGET_FOLDER
 
 NO_PROMPTS = Path("none")
 """Value of ``prompts`` that skips the decoding check."""
+
+
+Writer = Callable[[ExportTask], tuple[Artefact, tuple[str, ...]]]
+"""Function that writes the weights, and returns their description and sentences on what was read back."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ def export(
     ``source``: a run's folder, its ``final`` folder or one of its checkpoints (of a stopped run, the newest), another
     trainer's draft, also by its Hub id, or ``quickstart``, the embedded target for servers that run a draft for it.
     ``report``: a ``report.json``; the card shows its figures.
-    ``plan``: a ``plan.json``. The formats headstart, dspark and speculators store its tree; the servers' commands use
+    ``plan``: a ``plan.json``. The formats heads, dspark and speculators store its tree; the servers' commands use
     its depths by batch size.
     ``target``: the model that the artefact drafts for, if it differs from the recorded one.
     ``type``: one of the format's number types. ``license``: the Hub's identifier of the weights' licence.
@@ -92,7 +99,7 @@ def export(
         request = _Request(
             made,
             measured,
-            None if measured is None else card_figures(measured, chains=format != "headstart"),
+            None if measured is None else card_figures(measured, chains=format != "heads"),
             None if plan is None else read_serving_plan(Path(plan), source),
             license,
             target,
@@ -124,15 +131,32 @@ class _Request(NamedTuple):
     prompts: Path | None
 
 
+def functions_of(format: str) -> tuple[Writer, Callable[[ExportTask, CausalLM], Readers]]:
+    """Return the functions that write a format and that load what was trained and written, for `check_drafts`."""
+    match format:
+        case "heads":
+            return folder_formats.write_heads, folder_formats.heads_readers
+        case "draft":
+            return folder_formats.write_draft_model, folder_formats.draft_readers
+        case "dspark" | "eagle3" | "speculators":
+            return folder_formats.write_state_draft, folder_formats.state_draft_readers
+    try:
+        from trainer.export import gguf
+    except ModuleNotFoundError as error:
+        raise UserError(f"format {format} needs the package {error.name}: pip install 'headstart[gguf]'") from error
+    return gguf.write, gguf.readers
+
+
 def _write(task: ExportTask, request: _Request) -> tuple[Artefact, tuple[str, ...]]:
     """Fill the task's folder; return the artefact's description and sentences on what was read back."""
-    artefact, sentences = task.module.write(task)
+    write, readers = functions_of(task.format)
+    artefact, sentences = write(task)
     compared = [*request.made, *sentences]
     if adapted := (task.source / TARGET_FOLDER).is_dir():
         compared.append(copy_target(task.source, task.folder))
     write_companions(task.folder, task.source, request.report)
     if request.prompts != NO_PROMPTS:
-        compared.extend(check_drafts(task, request.target, request.prompts, artefact.rounded))
+        compared.extend(check_drafts(task, readers, request.target, request.prompts, artefact.rounded))
     provenance = read_provenance(task.source)
     argument = target_argument(provenance, adapted)
     card = render_card(

@@ -40,11 +40,16 @@ from decoding.model.loading import (
 )
 from decoding.model.vocabulary import trimmed_vocabulary, with_filled_vocabulary
 from trainer.export.companions import chain_length
-from trainer.export.draft import describe_model, probe_logits
+from trainer.export.folder_formats import (
+    describe_model,
+    describe_state_draft,
+    probe_logits,
+    served_config,
+    stored_draft,
+)
 from trainer.export.gguf_names import draft_metadata, draft_names, draft_tensors, metadata_of, row_order, tensors_of
 from trainer.export.gguf_vocabulary import vocabulary_of
 from trainer.export.readback import Readers
-from trainer.export.state_drafts import describe, served_config, stored_draft
 from trainer.export.task import DSPARK, EAGLE3, Artefact, ExportTask, kind_held_in
 
 _Draft = TypeVar("_Draft", DSparkDraft, Eagle3Draft)
@@ -129,7 +134,7 @@ def _write_state_draft(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     metadata, tensors = {**draft_metadata(draft.config), **vocabulary}, draft_tensors(draft)
     type = task.type or _TYPE_OF.get(draft.fc.weight.dtype, "f32")
     compared, rounded = _written(task.folder / FILE_NAME, metadata, lambda: iter(tensors.items()), type)
-    return replace(describe(draft, task.format, type), rounded=rounded > 0), (compared, *told)
+    return replace(describe_state_draft(draft, task.format, type), rounded=rounded > 0), (compared, *told)
 
 
 def _written(
@@ -255,11 +260,11 @@ def compare_file(
     written, rounded, largest = set(), 0, 0.0
     for name, tensor in tensors:
         written.add(name)
-        values, found = tensor.float(), stored.get(name)
-        if found is None:
+        values, held = tensor.float(), stored.get(name)
+        if held is None:
             raise UserError(f"the tensor {name} is missing from {path.name}: {_AGAIN}")
-        read = _values(found).reshape(values.shape)
-        if not _is_rounded(read, values, found.tensor_type):
+        read = _values(held).reshape(values.shape)
+        if not _is_rounded(read, values, held.tensor_type):
             raise UserError(f"the tensor {name} in {path.name} differs from what was written: {_AGAIN}")
         rounded += not torch.equal(read.float(), values)
         largest = max(largest, float((read - values).abs().max()))

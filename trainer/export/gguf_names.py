@@ -120,7 +120,7 @@ def _eagle3_metadata(config: Eagle3Config) -> dict[str, Any]:
         f"a window of {config.sliding_window} tokens": config.sliding_window is not None,
         f"{config.taps} taps instead of 3": config.taps != 3,
     }
-    for what in (what for what, found in lacking.items() if found):
+    for what in (what for what, is_set in lacking.items() if is_set):
         raise UserError(f"the draft has {what}, which llama.cpp cannot compute: {_OTHER_PROGRAM}")
     rope = {"original_max_position_embeddings": config.max_position_embeddings, **config.rope_parameters}
     own = {
@@ -176,18 +176,18 @@ def draft_tensors(draft: DSparkDraft | Eagle3Draft) -> dict[str, Tensor]:
 def draft_names(draft: DSparkDraft | Eagle3Draft) -> dict[str, str]:
     """Map the names of a draft's weights to llama.cpp's."""
     names = get_tensor_name_map(MODEL_ARCH.QWEN3, draft.config.num_hidden_layers)
-    found = {}
+    theirs = {}
     for name, _ in draft.named_parameters():
         stem, _, suffix = name.rpartition(".")
         other = names.get_name(f"model.{stem.replace('midlayer', 'layers.0')}")
-        found[name] = f"{_OF_DRAFTS.get(stem) or other}.{suffix}"
-    return found
+        theirs[name] = f"{_OF_DRAFTS.get(stem) or other}.{suffix}"
+    return theirs
 
 
 def row_order(draft: DSparkDraft | Eagle3Draft, name: str) -> Int[Tensor, " rows"] | slice:
     """Return the order of a weight's rows in llama.cpp: q and k of an EAGLE-3 draft are reordered like a Llama's."""
     config, projections = draft.config, ("self_attn.q_proj", "self_attn.k_proj")
-    if isinstance(config, DSparkConfig) or not any(each in name for each in projections):
+    if isinstance(config, DSparkConfig) or not any(projection in name for projection in projections):
         return slice(None)
     heads = config.num_attention_heads if projections[0] in name else config.num_key_value_heads
     return _interleaved(torch.arange(heads * config.head_dim), heads)

@@ -84,8 +84,8 @@ def _chat_templates(own: str | Mapping[str, str] | None) -> dict[str, Any]:
     names = {name: re.sub(r"[^a-zA-Z0-9]", "_", name) for name in templates if name != "default"}
     keys = {"default": "tokenizer.chat_template"}
     keys |= {name: f"tokenizer.chat_template.{plain}" for name, plain in names.items()}
-    found: dict[str, Any] = {keys[name]: replace_marks(text, "if true", "endif") for name, text in templates.items()}
-    return found | ({"tokenizer.chat_templates": [*names.values()]} if names else {})
+    marked: dict[str, Any] = {keys[name]: replace_marks(text, "if true", "endif") for name, text in templates.items()}
+    return marked | ({"tokenizer.chat_templates": [*names.values()]} if names else {})
 
 
 def _refused(reason: str) -> UserError:
@@ -140,15 +140,15 @@ def _patterns(pre_tokenizer: Mapping[str, Any] | None) -> list[str]:
     parts = [] if pre_tokenizer is None else pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     if not parts or parts[-1]["type"] != "ByteLevel" or parts[-1]["add_prefix_space"]:
         raise _refused("its pre-tokenizer does not end with ByteLevel, or adds a space to texts")
-    found = []
+    patterns = []
     for part in parts[:-1]:
         if part["type"] == "Digits" and part["individual_digits"]:
-            found.append(_DIGIT)
+            patterns.append(_DIGIT)
         elif part["type"] == "Split" and part["behavior"] == "Isolated" and not part["invert"]:
-            found.append(part["pattern"].get("Regex") or re.escape(part["pattern"]["String"]))
+            patterns.append(part["pattern"].get("Regex") or re.escape(part["pattern"]["String"]))
         else:
             raise _refused(f"its pre-tokenizer has a part {part['type']}")
-    return found + [_GPT2] * bool(parts[-1].get("use_regex", True))
+    return patterns + [_GPT2] * bool(parts[-1].get("use_regex", True))
 
 
 def _merges(stored: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -1,8 +1,8 @@
 """Proof that exported files equal the trained weights: compares every bit, and decodes prompts with both.
 
-Each format's module has ``readers(task, target)``. It returns pairs of functions: one loads the trained weights, the
-other loads the exported files alone. The two drafters draft the same chain or tree; only one is in memory at a time.
-For formats that round weights only the texts must match, and the tokens per target pass of both are reported.
+Each format has a function that returns pairs of `Readers`: one loads the trained weights, the other loads the exported
+files alone. The two drafters draft the same chain or tree; only one is in memory at a time. For formats that round
+weights only the texts must match, and the tokens per target pass of both are reported.
 
 The target runs in fp32. In fp32 a text does not depend on the number of tokens per pass, and bit-equal weights draft
 equal tokens.
@@ -22,7 +22,6 @@ from decoding.drafters.medusa import MedusaDrafter
 from decoding.dtypes import default_device
 from decoding.errors import UserError
 from decoding.files.hub import only_cached
-from decoding.files.stored import stored_weights
 from decoding.generate import DecodingConfig, Engine
 from decoding.measure.proof.greedy import is_near_tie, margin_of
 from decoding.measure.redact import basename
@@ -53,11 +52,6 @@ _POSITIONS = 32
 
 
 # --- every bit --------------------------------------------------------------------------------------------------------
-
-
-def check_stored(written: Mapping[str, Tensor], folder: Path) -> None:
-    """Compare a folder's weights with ``written``, reading one tensor at a time; errors: `check_bit_equal`."""
-    check_bit_equal(written, stored_weights(folder, "export again"), folder)
 
 
 def check_bit_equal(written: Mapping[str, Tensor], read: Iterable[tuple[str, Tensor]], folder: Path) -> None:
@@ -124,8 +118,8 @@ def _read_prompts(
     """
     longest = longest or 1 << 30
     if prompts is not None:
-        found = read_heldout(prompts, None, PROMPTS, tokenizer, longest, _NEW_TOKENS)
-        return _Prompts(prompts.name, [tokens for _, tokens in found], _NEW_TOKENS)
+        heldout = read_heldout(prompts, None, PROMPTS, tokenizer, longest, _NEW_TOKENS)
+        return _Prompts(prompts.name, [tokens for _, tokens in heldout], _NEW_TOKENS)
     remedy = "use a .jsonl file of prompts as --prompts"
     stored = read_provenance(source)
     if stored is None or not stored["recipe"]:
@@ -147,7 +141,13 @@ def _read_prompts(
 # --- decoding with both -----------------------------------------------------------------------------------------------
 
 
-def check_drafts(task: ExportTask, target: str | None, prompts: Path | None, rounded: bool = False) -> tuple[str, ...]:
+def check_drafts(
+    task: ExportTask,
+    readers: Callable[[ExportTask, CausalLM], Readers],
+    target: str | None,
+    prompts: Path | None,
+    rounded: bool = False,
+) -> tuple[str, ...]:
     """Decode prompts with the trained weights and with the exported files; return a sentence on each comparison.
 
     ``target`` and ``prompts``: given by the user; None takes the training run's. ``rounded``: the format rounds
@@ -158,7 +158,7 @@ def check_drafts(task: ExportTask, target: str | None, prompts: Path | None, rou
         model, tokenizer = _read_target(target or task.target, target is not None, task.trust_remote_code)
         return tuple(
             _compared(task, model, tokenizer, trained, exported, prompts, target is None, rounded)
-            for trained, exported in task.module.readers(task, model)
+            for trained, exported in readers(task, model)
         )
     except _NotHere as reason:
         return (f"no prompts were decoded with the exported files: {reason}",)
@@ -211,7 +211,7 @@ def _compared(
 def _read_with(model: CausalLM, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, prompts: _Prompts) -> _Reading:
     """Decode prompts with and without a drafter; raise UserError for a text that is not the target's own."""
     config = DecodingConfig(prompts.max_new_tokens, eos_token_ids=eos_token_ids(model.model, tokenizer))
-    plain, decoded = (Engine(model, each).decode(prompts.tokens, config, batch_size=10) for each in (None, drafter))
+    plain, decoded = (Engine(model, one).decode(prompts.tokens, config, batch_size=10) for one in (None, drafter))
     for index, (text, own) in enumerate(zip(decoded, plain, strict=True)):
         if not is_near_tie(margin_of(model, prompts.tokens[index], text.tokens, own.tokens), torch.float32):
             raise UserError(
@@ -248,11 +248,11 @@ def _first_difference(prompts: _Prompts, index: int, text: Generation, other: Ge
 
 def _counts(decoded: Sequence[Generation]) -> str:
     """Return ``2.31 tokens per target pass, accepted 123/88/41 in 200 passes``; the counts are by position."""
-    found = acceptance([text.counts for text in decoded])
-    if not found.passes:
+    shares = acceptance([text.counts for text in decoded])
+    if not shares.passes:
         return "no text has more than one token"
-    accepted = "/".join(f"{share.value * found.passes:.0f}" for share in found.reached) or "none"
-    return f"{found.tokens_per_pass.value:.2f} tokens per target pass, accepted {accepted} in {found.passes} passes"
+    accepted = "/".join(f"{share.value * shares.passes:.0f}" for share in shares.reached) or "none"
+    return f"{shares.tokens_per_pass.value:.2f} tokens per target pass, accepted {accepted} in {shares.passes} passes"
 
 
 @torch.inference_mode()

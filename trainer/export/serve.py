@@ -239,7 +239,7 @@ def _sglang(serving: Serving) -> ServerCommand:
 
 
 _SERVERS_OF: Mapping[str, tuple[Callable[[Serving], ServerCommand], ...]] = {
-    "headstart": (_vllm_heads,),
+    "heads": (_vllm_heads,),
     "dspark": (_vllm, _sglang),
     "eagle3": (_vllm, _sglang),
     NESTED: (_vllm,),

@@ -45,21 +45,21 @@ def trimmed(config: Mapping[str, Any]) -> list[Trap]:
     name = config.get(OUTPUT_TOKENS_KEY)
     if name is None:
         return []
-    found = f"servers ignore {name} and run the draft's whole lm_head instead of the trimmed one, at full cost"
+    problem = f"servers ignore {name} and run the draft's whole lm_head instead of the trimmed one, at full cost"
     remedy = "compare with the figures of an untrimmed draft, or train one (draft.vocabulary=null)"
-    return [Trap(found, remedy)]
+    return [Trap(problem, remedy)]
 
 
 def other_size(size: Any, wanted: Any) -> list[Trap]:
     """Return the trap if the vocabularies of draft and target differ in size."""
     if size == wanted:
         return []
-    found = f"the served draft has {size} tokens and the target {wanted}"
+    problem = f"the served draft has {size} tokens and the target {wanted}"
     remedy = (
         "pad the draft's embeddings to the target's size, or set use_heterogeneous_vocab true in vLLM; llama.cpp "
         f"accepts a difference of {MOST_OTHER_TOKENS}, transformers none"
     )
-    return [Trap(found, remedy)]
+    return [Trap(problem, remedy)]
 
 
 def too_few_positions(config: Mapping[str, Any], longest: int) -> list[Trap]:
@@ -67,8 +67,8 @@ def too_few_positions(config: Mapping[str, Any], longest: int) -> list[Trap]:
     positions = config.get("max_position_embeddings", config.get("n_positions"))
     if not isinstance(positions, int) or positions >= longest:
         return []
-    found = f"texts here have up to {longest} tokens, but nothing is drafted after the draft's {positions} positions"
-    return [Trap(found, "train a draft with more positions, or serve shorter texts")]
+    problem = f"texts here have up to {longest} tokens, but nothing is drafted after the draft's {positions} positions"
+    return [Trap(problem, "train a draft with more positions, or serve shorter texts")]
 
 
 def misread_keys(whose: str, stored: Mapping[str, Any]) -> list[Trap]:
@@ -82,18 +82,17 @@ def misread_keys(whose: str, stored: Mapping[str, Any]) -> list[Trap]:
     try:
         wanted = rope_keys(config)
     except UserError as error:
-        found = f"{whose} config.json cannot be read by programs with transformers 4: {error}"
-        return [Trap(found, "serve it with a program that uses transformers 5")]
-    return [
-        Trap(
-            f"{whose} config.json {_held(config, key)}, so readers of transformers 4's keys use "
-            f"{'none' if taken is None else taken} instead of {value} from rope_parameters",
-            f"write {key} next to rope_parameters, as 'headstart export' does, or serve with a program that reads "
-            "rope_parameters",
-        )
-        for key, value in wanted.items()
-        if (taken := config.get(key, defaults.get(key))) != value
-    ]
+        problem = f"{whose} config.json cannot be read by programs with transformers 4: {error}"
+        return [Trap(problem, "serve it with a program that uses transformers 5")]
+    traps = []
+    for key, value in wanted.items():
+        if (taken := config.get(key, defaults.get(key))) != value:
+            held = f"has {key} {config[key]}" if key in config else f"lacks {key}"
+            used = f"{'none' if taken is None else taken} instead of {value} from rope_parameters"
+            problem = f"{whose} config.json {held}, so readers of transformers 4's keys use {used}"
+            remedy = f"write {key} next to rope_parameters, as 'headstart export' does"
+            traps.append(Trap(problem, f"{remedy}, or serve with a program that reads rope_parameters"))
+    return traps
 
 
 def lost_in_servers(config: DSparkConfig, stored: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -153,7 +152,3 @@ def lost_of_eagle3(config: Eagle3Config, stored: Mapping[str, Any]) -> dict[str,
     for lost in (sglang, llama) if "draft_vocab_size" not in stored else ():
         lost.append("no draft without draft_vocab_size in config.json")
     return {"vLLM": vllm, "SGLang": sglang, "llama.cpp": llama}
-
-
-def _held(config: Mapping[str, Any], key: str) -> str:
-    return f"has {key} {config[key]}" if key in config else f"lacks {key}"

@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from decoding.errors import UserError
 from decoding.files.folder import is_heads_folder
@@ -24,24 +22,20 @@ NESTED = "speculators"
 
 @dataclass(frozen=True)
 class Format:
-    """A format of `headstart export`; the module of the same name, or ``module``, writes it.
-
-    The module has ``write(task) -> (Artefact, sentences)`` and ``readers(task, target)``: see `readback`.
-    """
+    """A format of `headstart export`; `exporter.functions_of` names the code that writes it."""
 
     kinds: tuple[str, ...]
     library: str
     """The Hub's ``library_name``."""
     types: tuple[str, ...] = ()
     """Number types that can be chosen; empty for a format that keeps the stored type."""
-    module: str = ""
 
 
 FORMATS = {
-    "headstart": Format((HEADS,), "headstart"),
-    "dspark": Format((DSPARK,), "vllm", module="state_drafts"),
-    "eagle3": Format((EAGLE3,), "vllm", module="state_drafts"),
-    NESTED: Format((DSPARK, EAGLE3), "speculators", module="state_drafts"),
+    "heads": Format((HEADS,), "headstart"),
+    "dspark": Format((DSPARK,), "vllm"),
+    "eagle3": Format((EAGLE3,), "vllm"),
+    NESTED: Format((DSPARK, EAGLE3), "speculators"),
     "draft": Format((DRAFT,), "transformers"),
     "gguf": Format((DRAFT, DSPARK, EAGLE3), "gguf", ("f32", "f16", "bf16", "q8_0")),
 }
@@ -63,16 +57,6 @@ class ExportTask:
     type: str | None = None
     """Type of the stored numbers, for a format with a choice; None for its default."""
     trust_remote_code: bool = False
-
-    @property
-    def module(self) -> Any:
-        """The module of the format; raises UserError if a package that it needs is missing."""
-        try:
-            return import_module(f"trainer.export.{FORMATS[self.format].module or self.format}")
-        except ModuleNotFoundError as error:
-            raise UserError(
-                f"format {self.format} needs the package {error.name}: pip install 'headstart[gguf]'"
-            ) from error
 
 
 @dataclass(frozen=True)
@@ -147,8 +131,11 @@ def opened(source: Path, destination: Path, trust_remote_code: bool = False) -> 
     ``final`` folder, it is the newest checkpoint. Errors: `trainer.run.train.consolidate`.
     """
     fetched = is_gguf(source) or is_embedded(source) or hub_name(source) is not None
-    folder = local_folder(source) if fetched else artefact_folder(source)
-    checkpoint = None if (folder / "config.json").is_file() or not folder.is_dir() else _checkpoint_in(folder)
+    folder, checkpoint = local_folder(source) if fetched else artefact_folder(source), None
+    if not (folder / "config.json").is_file() and folder.is_dir():
+        from trainer.run.checkpoint import newest_checkpoint  # training is slow to import
+
+        checkpoint = newest_checkpoint(folder) or newest_checkpoint(folder / "checkpoints")
     if checkpoint is None:
         yield folder, ()
         return
@@ -157,10 +144,3 @@ def opened(source: Path, destination: Path, trust_remote_code: bool = False) -> 
     with scratch_beside(destination) as scratch:
         made = scratch / "final"
         yield made, (consolidate(checkpoint, made, trust_remote_code=trust_remote_code),)
-
-
-def _checkpoint_in(folder: Path) -> Path | None:
-    """Return the folder if it is a checkpoint, otherwise the newest checkpoint of its run; None if there is none."""
-    from trainer.run.checkpoint import newest_checkpoint
-
-    return newest_checkpoint(folder) or newest_checkpoint(folder / "checkpoints")

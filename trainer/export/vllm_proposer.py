@@ -68,11 +68,11 @@ def state_rows(drafted: Sequence[int] | None, sampled: Sequence[Sequence[int]], 
             f"{len(sampled)} requests with {sum(counts)} drafted tokens do not match {rows} states: please report this "
             "with vLLM's version"
         )
-    found, first = [], 0
+    newest, first = [], 0
     for count, tokens in zip(counts, sampled, strict=True):
-        found.append(first + max(len(tokens) - 1, 0))
+        newest.append(first + max(len(tokens) - 1, 0))
         first += count + 1
-    return found
+    return newest
 
 
 def looked_up(text: Tensor, ngram: int, count: int) -> list[int]:
@@ -83,12 +83,12 @@ def looked_up(text: Tensor, ngram: int, count: int) -> list[int]:
     """
     if len(text) <= ngram:
         return []
-    found = (text[:-1].unfold(0, ngram, 1) == text[-ngram:]).all(1).nonzero()
-    if not len(found):
+    starts = (text[:-1].unfold(0, ngram, 1) == text[-ngram:]).all(1).nonzero()
+    if not len(starts):
         return []
-    following = text[int(found[-1]) + ngram :].tolist()
+    following = text[int(starts[-1]) + ngram :].tolist()
     period = len(following)
-    return [following[place % period] for place in range(count if period <= ngram else min(count, period))]
+    return [following[index % period] for index in range(count if period <= ngram else min(count, period))]
 
 
 class HeadsProposer:
@@ -241,7 +241,7 @@ def _read_weights(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
             stored |= load_file(path)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read as safetensors ({error}): export the heads again") from error
-    found = {name: tuple(tensor.shape) for name, tensor in stored.items()}
-    if wrong := sorted(name for name in shapes | found if shapes.get(name) != found.get(name)):
-        raise ValueError(f"{wrong[0]} in {folder} is {found.get(wrong[0])}, unlike in its config.json: export again")
+    held = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    if wrong := sorted(name for name in shapes | held if shapes.get(name) != held.get(name)):
+        raise ValueError(f"{wrong[0]} in {folder} is {held.get(wrong[0])}, unlike in its config.json: export again")
     return stored

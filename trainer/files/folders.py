@@ -69,14 +69,14 @@ def write_folder(destination: Path, write: Callable[[Path], None], sealed: bool 
             shutil.rmtree(replaced, ignore_errors=True)
 
 
-def checksum_line(name: str, digest: str) -> str:
+def checksum_line(name: str, checksum: str) -> str:
     """Return a file's checksum line for `sha256sum -c`."""
-    return f"{digest}  {name}\n"
+    return f"{checksum}  {name}\n"
 
 
 def read_checksums(path: Path) -> dict[str, str]:
-    """Read a file of checksum lines; return digests by file name."""
-    return {name: digest for digest, _, name in (line.partition("  ") for line in path.read_text().splitlines())}
+    """Read a file of checksum lines; return checksums by file name."""
+    return {name: checksum for checksum, _, name in (line.partition("  ") for line in path.read_text().splitlines())}
 
 
 def check_seal(folder: Path) -> None:
@@ -92,10 +92,10 @@ def check_seal(folder: Path) -> None:
         raise UserError(f"{min(others)} is not listed in {CHECKSUMS}")
     if not sums:
         raise UserError(f"{CHECKSUMS} is empty")
-    for name, digest in sums.items():
+    for name, checksum in sums.items():
         if not (folder / name).is_file():
             raise UserError(f"{name} is missing")
-        if sha256_of(folder / name) != digest:
+        if sha256_of(folder / name) != checksum:
             raise UserError(f"{name} is damaged: its {(folder / name).stat().st_size:,} bytes have another checksum")
 
 
@@ -152,7 +152,7 @@ def flush_to_disk(path: Path) -> None:
 
 def check_can_be_folder(path: Path, name: str) -> None:
     """Raise UserError if a file is in the way of a folder; ``name`` is the recipe's key for it."""
-    in_the_way = next((place for place in (path, *path.parents) if place.is_file()), None)
+    in_the_way = next((file for file in (path, *path.parents) if file.is_file()), None)
     if in_the_way is not None:
         raise UserError(f"{name} is {path}, but {in_the_way} is a file: use another folder")
 
@@ -214,13 +214,13 @@ def shard_name(shard: int) -> str:
     return f"shard-{shard:05d}.safetensors"
 
 
-def digest_of(content: object) -> str:
-    """Return the SHA-256 of plain JSON values."""
+def fingerprint_of(content: object) -> str:
+    """Return a fingerprint of plain JSON values: their SHA-256."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def digest_of_each(items: Iterable[Sequence[bytes]]) -> str:
-    """Return the SHA-256 of a sequence of items, each of one or more parts.
+def fingerprint_of_all(items: Iterable[Sequence[bytes]]) -> str:
+    """Return a fingerprint of a sequence of items, each of one or more parts.
 
     The lengths of the parts are included, so different items with equally many parts never hash the same bytes.
     """
@@ -260,11 +260,11 @@ def write_lines(path: Path, lines: Iterable[bytes]) -> None:
 def is_whole(path: Path, made_from: str, verify: bool) -> bool:
     """Return True for a sealed file of full size with this origin; ``verify`` also checks its checksum."""
     try:
-        digest = read_checksums(_seal_of(path))[path.name]
+        checksum = read_checksums(_seal_of(path))[path.name]
         with safe_open(path, framework="pt") as file:  # this rejects a file of wrong size
             if (file.metadata() or {}).get(_MADE_FROM) != made_from:
                 return False
-        return not verify or digest == sha256_of(path)
+        return not verify or checksum == sha256_of(path)
     except (OSError, ValueError, KeyError, SafetensorError):
         return False
 

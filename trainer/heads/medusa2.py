@@ -21,15 +21,15 @@ from decoding.model.forward import lm_head_input, run_in_lm_head
 from decoding.model.heads import MedusaHeads
 from trainer.data.batch import Batch, flat_rows
 from trainer.files.transformers4 import write_model
-from trainer.heads.medusa import (
+from trainer.heads.medusa1 import (
     OF_FITTED,
     HeadInputs,
     HeadLabels,
     MedusaTraining,
+    decoding_copy,
     fit_tree,
     head_counts,
     head_weights,
-    heads_for_decoding,
     initial_heads,
 )
 from trainer.learning.fused import fused_loss
@@ -105,11 +105,11 @@ class JointTraining(nn.Module):
         at = labels.target
         was = None if teacher is None else HiddenTeacher(flat_rows(teacher, at), lm_head, self._transform)
         mix = LossMix({"cross_entropy": 1.0} if was is None else {"forward_kl": 1.0})
-        found = fused_loss(flat_rows(hidden, at) * self._scale, lm_head, batch.tokens.flatten()[at + 1], mix, was)
-        hits = found.correct.sum()
+        loss = fused_loss(flat_rows(hidden, at) * self._scale, lm_head, batch.tokens.flatten()[at + 1], mix, was)
+        hits = loss.correct.sum()
         if self.heads.hit_name == "acceptance":  # needs a teacher
-            hits = torch.full_like(found.loss, torch.nan) if was is None else found.accepted.sum()
-        own = TermSums.of(found.loss[None], hits[None], None if scale is None else scale[-1:])
+            hits = torch.full_like(loss.loss, torch.nan) if was is None else loss.accepted.sum()
+        own = TermSums.of(loss.loss[None], hits[None], None if scale is None else scale[-1:])
         losses, hits = (torch.cat(parts) for parts in zip(of_heads[:2], own[:2], strict=True))
         return TermSums(losses, hits, of_heads.total + own.total)
 
@@ -171,20 +171,20 @@ class Medusa2Objective:
         heads = head_counts(batch, self._section.num_heads)
         return torch.cat([heads, batch.labelled(1).sum()[None]])
 
-    def ahead(self, batch: Batch, step: int) -> JointLabels:
-        return JointLabels(HeadLabels.of(batch, self._section.num_heads), batch.label_places(1))
+    def prefetch(self, batch: Batch, step: int) -> JointLabels:
+        return JointLabels(HeadLabels.of(batch, self._section.num_heads), batch.label_positions(1))
 
-    def inputs(self, batch: Batch, step: int, ahead: JointLabels | None = None) -> tuple[Any, ...]:
+    def inputs(self, batch: Batch, step: int, prefetched: JointLabels | None = None) -> tuple[Any, ...]:
         joint = self._is_joint(step)
         self.module.eval()
         if joint:
             wake(self.module.model)
         remembers = joint and self._adapters.base_loss == "forward_kl"
-        return batch, joint, ahead or self.ahead(batch, step), remembers
+        return batch, joint, prefetched or self.prefetch(batch, step), remembers
 
     def drafter(self) -> Drafter:
         self.module.eval()
-        return named_drafter("heads", heads_for_decoding(self.heads, self._dtype))
+        return named_drafter("heads", decoding_copy(self.heads, self._dtype))
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
         """Fit the tree to the heads and the adapted target: see `medusa.MedusaObjective.choose_tree`."""
@@ -192,7 +192,7 @@ class Medusa2Objective:
 
     def save(self, folder: Path) -> None:
         """Write the heads, and into ``target/`` their target with the adapters merged in."""
-        heads_for_decoding(self.heads, self._dtype).save_pretrained(folder)
+        decoding_copy(self.heads, self._dtype).save_pretrained(folder)
         merged = merged_weights(self.module.model)
         write_model(base_of(self.module.model), self._tokenizer, folder / TARGET_FOLDER, merged)
 

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from decoding.errors import UserError
-from trainer.learning.losses import KnownLogits, LossMix, PlacedRows, Places, Softmax, Teacher, TokenDivergences
+from trainer.learning.losses import GroupedRows, KnownLogits, LabelGroups, LossMix, Softmax, Teacher, TokenDivergences
 
 
 class Bias(NamedTuple):
@@ -39,11 +39,11 @@ class FusedLoss(NamedTuple):
 def fused_loss(
     hidden: Float[Tensor, "rows hidden"],
     weight: Float[Tensor, "outputs hidden"],
-    labels: Int[Tensor, " places"],
+    labels: Int[Tensor, " groups"],
     mix: LossMix,
     teacher: Teacher | None = None,
     *,
-    places: Places | None = None,
+    groups: LabelGroups | None = None,
     row_weights: Float[Tensor, " rows"] | None = None,
     bias: Bias | None = None,
     tokens: Int[Tensor, " outputs"] | None = None,
@@ -52,9 +52,9 @@ def fused_loss(
 ) -> FusedLoss:
     """Return ``mix``'s weighted terms for the logits ``hidden @ weight.T``, summed over rows, with hits.
 
-    ``labels``, ``teacher`` and ``bias`` have a row for each of ``places``. What depends only on the position in the
+    ``labels``, ``teacher`` and ``bias`` have a row for each of ``groups``. What depends only on the position in the
     text is thus computed once for all rows of ``hidden`` that predict the token after this position. By default each
-    row has its own place. ``row_weights`` (default 1) multiply the rows' losses.
+    row has its own group. ``row_weights`` (default 1) multiply the rows' losses.
 
     ``bias`` adds a second product to the logits. With ``soft_cap`` c they are c tanh(logits / c), as in Gemma-2.
 
@@ -64,15 +64,15 @@ def fused_loss(
     Row i of ``weight`` writes the target's token ``tokens[i]``, by default token i. Labels are also tokens of the
     target; a label that no row writes adds nothing to the cross entropy.
 
-    At most ``chunk`` rows of logits exist at a time (more if a place has more), and as many rows of the teacher and the
+    At most ``chunk`` rows of logits exist at a time (more if a group has more), and as many rows of the teacher and the
     bias; the gradient of a chunk overwrites its logits. Nothing is computed twice. Products run in autocast's dtype,
     and the softmax runs in fp32. Raises UserError for a divergence without a fitting teacher. After Liger Kernel
     (2410.10989, section 3.2).
     """
     if teacher is None and mix.soft:
         raise UserError(f"the loss has {', '.join(mix.weights)} but no teacher to compare with: pass a teacher")
-    rows = PlacedRows(labels, places, row_weights)
-    assert rows.ends[-1:].sum() == len(hidden), "every row of hidden states has a place"
+    rows = GroupedRows(labels, groups, row_weights)
+    assert rows.ends[-1:].sum() == len(hidden), "every row of hidden states has a group"
     layer = _Outputs(len(weight), tokens, soft_cap)
     if not torch.is_grad_enabled():  # this is always False inside `apply`
         hidden, weight = hidden.detach(), weight.detach()
@@ -89,7 +89,7 @@ class _FusedLoss(torch.autograd.Function):
         weight: Tensor,
         bias_hidden: Tensor | None,
         bias_weight: Tensor | None,
-        rows: PlacedRows,
+        rows: GroupedRows,
         mix: LossMix,
         teacher: Teacher | None,
         layer: "_Outputs",
@@ -104,80 +104,82 @@ class _FusedLoss(torch.autograd.Function):
             bias = Product(bias_hidden, bias_weight, dtype, *ctx.needs_input_grad[2:4])
         with torch.autocast(device.type, enabled=False):
             chunk = chunk or chunk_rows(max(len(weight), width), dtype.itemsize, device, bool(width or bias))
-            for places, of_chunk in rows.spans(chunk):
-                logits, target = own.logits(of_chunk), None
-                added = None if bias is None else bias.logits(places)
+            for groups, of_chunk in rows.spans(chunk):
+                logits, taught = own.logits(of_chunk), None
+                added = None if bias is None else bias.logits(groups)
                 if teacher is not None:
-                    target = teacher.known_logits(places.start, places.stop, mix.temperature).to(device)
-                found = _turn_into_gradient(logits, added, rows, places, mix, target, layer)
-                losses[of_chunk], correct[of_chunk], accepted[of_chunk] = found
+                    taught = teacher.known_logits(groups.start, groups.stop, mix.temperature).to(device)
+                figures = _turn_into_gradient(logits, added, rows, groups, mix, taught, layer)
+                losses[of_chunk], correct[of_chunk], accepted[of_chunk] = figures
                 own.take(of_chunk, logits)
                 if bias is not None and added is not None:
-                    bias.take(places, added)
+                    bias.take(groups, added)
         ctx.save_for_backward(*own.gradients(), *((None, None) if bias is None else bias.gradients()))
         ctx.mark_non_differentiable(losses, correct, accepted)
         return (losses if rows.weights is None else losses * rows.weights).sum(), losses, correct, accepted
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        # In place, so backward works only once. Copying a weight's gradient would cost as much as a product.
+        # In@group, so backward works only once. Copying a weight's gradient would cost as much as a product.
         scaled = [None if saved is None else scale(saved, loss_gradient) for saved in ctx.saved_tensors]
         return *scaled, *(None,) * 5
 
 
 def _turn_into_gradient(
     logits: Float[Tensor, "rows outputs"],
-    added: Float[Tensor, "places outputs"] | None,
-    rows: PlacedRows,
-    places: slice,
+    added: Float[Tensor, "groups outputs"] | None,
+    rows: GroupedRows,
+    groups: slice,
     mix: LossMix,
-    target: KnownLogits | None,
+    taught: KnownLogits | None,
     layer: "_Outputs",
 ) -> list[Tensor]:
-    """Overwrite the products of some places with the loss's gradient in them; return `FusedLoss`'s figures of each row.
+    """Overwrite the products of some groups with the loss's gradient in them; return `FusedLoss`'s figures of each row.
 
-    ``added`` is the bias's part of the logits; it gets the sum of its rows' gradients.
+    ``added`` is the bias's part of the logits; it gets the sum of its rows' gradients. ``taught``: the
+    teacher's logits.
     """
-    found, done = [], 0
-    most = block_rows(max(logits.shape[1], 0 if target is None else target.logits.shape[1]), logits)
-    for part, its_rows in rows.spans(most, places):
-        inside, of_part = slice(part.start - places.start, part.stop - places.start), logits[done:]
+    figures, done = [], 0
+    most = block_rows(max(logits.shape[1], 0 if taught is None else taught.logits.shape[1]), logits)
+    for part, its_rows in rows.spans(most, groups):
+        inside, of_part = slice(part.start - groups.start, part.stop - groups.start), logits[done:]
         of_part = of_part[: its_rows.stop - its_rows.start]
         done += len(of_part)
-        each = partial(rows.each, places=part, rows=its_rows)
+        repeat = partial(rows.repeat, groups=part, rows=its_rows)
         products = of_part.to(wide_dtype(logits.dtype))
         if added is not None:
-            products += each(added[inside].to(products.dtype))
-        scores, right = layer.scores(products), each(layer.outputs_of(rows.labels[part]))
+            products += repeat(added[inside].to(products.dtype))
+        scores, right = layer.scores(products), repeat(layer.outputs_of(rows.labels[part]))
         correct = _hits(scores, right)
-        known = None if target is None else target.block(inside)
-        losses, accepted, gradient = _mixed(scores, right, mix, known, layer, each)
-        gradient = layer.through_cap(gradient, scores)
+        known = None if taught is None else taught.block(inside)
+        losses, accepted, gradient = _mixed(scores, right, mix, known, layer, repeat)
+        if layer.soft_cap is not None:
+            gradient.mul_(1 - (scores / layer.soft_cap).square_())
         if rows.weights is not None:
             gradient *= rows.weights[its_rows, None].to(gradient.dtype)
         of_part.copy_(gradient)
         if added is not None:
             added[inside] = rows.summed(gradient, part, its_rows).to(added.dtype)
-        found.append((losses, correct, accepted))
-    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+        figures.append((losses, correct, accepted))
+    return [torch.cat(parts) for parts in zip(*figures, strict=True)]
 
 
 def _mixed(
     scores: Float[Tensor, "rows outputs"],
     right: Int[Tensor, " rows"],
     mix: LossMix,
-    target: KnownLogits | None,
+    taught: KnownLogits | None,
     layer: "_Outputs",
-    each: Callable[[Tensor], Tensor],
+    repeat: Callable[[Tensor], Tensor],
 ) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"], Float[Tensor, "rows outputs"]]:
     """Return each row's loss from fp32 or fp64 logits, its Σ min(p, q), and the gradient in the logits.
 
-    ``each`` repeats values of the target's places for the rows of these places.
+    ``repeat`` repeats values of the teacher's groups for the rows of these groups.
     """
     losses, accepted, gradient, hard = scores.new_zeros(len(scores)), scores.new_zeros(len(scores)), None, None
-    if target is not None:
+    if taught is not None:
         soft = Softmax.of(scores if mix.temperature == 1 else scores / mix.temperature)
-        sides, to_logits = layer.compare(target, soft, mix.temperature, each)
+        sides, to_logits = layer.compare(taught, soft, mix.temperature, repeat)
         accepted = sides.overlap
         if mix.soft:
             losses, pull = _divergences(sides, mix)
@@ -215,7 +217,7 @@ def _divergences(
         if kind != "cross_entropy":
             value, part = sides.term(kind)
             losses = losses + factor * value
-            # Not in place: other terms may read the same pull.
+            # Not in@group: other terms may read the same pull.
             pull = (part if factor == 1 else part * factor) if pull is None else pull.add(part, alpha=factor)
     assert pull is not None, "a soft mix has a divergence"
     return losses, pull
@@ -233,34 +235,29 @@ class _Outputs:
         """Return the logits of products in fp32 or fp64."""
         return products if self.soft_cap is None else (products / self.soft_cap).tanh_().mul_(self.soft_cap)
 
-    def through_cap(
-        self, gradient: Float[Tensor, "rows outputs"], scores: Float[Tensor, "rows outputs"]
-    ) -> Float[Tensor, "rows outputs"]:
-        return gradient if self.soft_cap is None else gradient.mul_(1 - (scores / self.soft_cap).square_())
-
     def outputs_of(self, tokens: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """Return the output that writes each target token, or -1."""
         if self._sorted is None:
             return tokens.where(tokens < self._count, -1)
         known, order = self._sorted
-        place = torch.searchsorted(known, tokens).clamp_(max=self._count - 1)
-        return order[place].where(known[place] == tokens, -1)
+        index = torch.searchsorted(known, tokens).clamp_(max=self._count - 1)
+        return order[index].where(known[index] == tokens, -1)
 
     def compare(
-        self, target: KnownLogits, soft: Softmax, temperature: float, each: Callable[[Tensor], Tensor]
+        self, taught: KnownLogits, soft: Softmax, temperature: float, repeat: Callable[[Tensor], Tensor]
     ) -> tuple[TokenDivergences, Callable[[Tensor], Tensor]]:
         """Return p and q on the known outcomes, and a function from pulls to the gradient in all logits.
 
-        ``each`` repeats values of the target's places for the rows of ``soft``.
+        ``repeat`` repeats values of the teacher's groups for the rows of ``soft``.
         """
-        log_p = target.log_p(temperature, soft.q.dtype)
-        if target.tokens is None:
+        log_p = taught.log_p(temperature, soft.q.dtype)
+        if taught.tokens is None:
             whole = self._tokens is None and self._count == log_p.shape[1]
-            return TokenDivergences(self._columns(log_p), soft, each, whole=whole), partial(_of_all, soft.q)
-        rows = self.outputs_of(target.tokens)
-        weights = target.weights(log_p).masked_fill_(rows < 0, 0.0)
-        rows = each(rows.clamp_(min=0))
-        return TokenDivergences(log_p, soft.at(rows), each, weights), partial(_of_sample, soft.q, rows)
+            return TokenDivergences(self._columns(log_p), soft, repeat, whole=whole), partial(_gradient, soft.q, None)
+        rows = self.outputs_of(taught.tokens)
+        weights = taught.weights(log_p).masked_fill_(rows < 0, 0.0)
+        rows = repeat(rows.clamp_(min=0))
+        return TokenDivergences(log_p, soft.at(rows), repeat, weights), partial(_gradient, soft.q, rows)
 
     def _columns(self, log_p: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows outputs"]:
         if self._tokens is not None:
@@ -273,14 +270,10 @@ class _Outputs:
         return log_p[:, : self._count]
 
 
-def _of_all(q: Tensor, pull: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows outputs"]:
-    """Return the gradient if every output is an outcome."""
-    return (q * pull.sum(-1, keepdim=True)).sub_(pull)
-
-
-def _of_sample(q: Tensor, rows: Tensor, pull: Float[Tensor, "rows outcomes"]) -> Float[Tensor, "rows outputs"]:
-    """Return the gradient if the outcomes are some of the outputs, possibly repeated."""
-    return (q * pull.sum(-1, keepdim=True)).scatter_add_(1, rows, -pull)
+def _gradient(q: Tensor, outputs: Tensor | None, pull: Float[Tensor, "rows outcomes"]) -> Tensor:
+    """Return the gradient, (rows, outputs). ``outputs``: those of the outcomes, possibly repeated; None: all."""
+    gradient = q * pull.sum(-1, keepdim=True)
+    return gradient.sub_(pull) if outputs is None else gradient.scatter_add_(1, outputs, -pull)
 
 
 # --- matrix products: chunks of logits sized for the device, and their gradients --------------------------------------
@@ -355,21 +348,16 @@ def add_product(
     """
     if left.dtype == sums.dtype:
         torch.addmm(sums, left, right, beta=int(onto), out=sums)
-    elif _sums_products(sums.device):
+    elif sums.is_cuda and torch.version.cuda is not None and torch.cuda.get_device_capability(sums.device) >= (8, 0):
+        # The device adds half-precision products directly to fp32 sums.
         torch.addmm(sums, left, right, out_dtype=sums.dtype, beta=int(onto), out=sums)
     else:  # if it were split by rows, this product would take a sixth longer
         product = left @ right
         _ = sums.add_(product) if onto else sums.copy_(product)
 
 
-def _sums_products(device: torch.device) -> bool:
-    """Return True if the device adds half-precision products directly to fp32 sums (sm80 and later)."""
-    on_nvidia = device.type == "cuda" and torch.version.cuda is not None
-    return on_nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def scale(gradient: Tensor, factor: Float[Tensor, ""]) -> Tensor:
-    """Multiply a gradient in place by a factor in fp32 or fp64 and return it.
+    """Multiply a gradient in@group by a factor in fp32 or fp64 and return it.
 
     The factor keeps its dtype: rounded to bf16, it would change the gradient of a whole term by up to 0.4%.
     """

@@ -1,4 +1,4 @@
-"""Loss terms of drafts and heads in closed form with gradients, teachers, and places that several rows predict.
+"""Loss terms of drafts and heads in closed form with gradients, teachers, and rows that share a label.
 
 The tests compare `TokenDivergences` with readable formulas.
 
@@ -25,55 +25,55 @@ from decoding.errors import UserError
 from trainer.recipe.common import Divergence, LossSection, Term
 
 
-class Places(NamedTuple):
-    """Positions in texts, the next token of which is predicted by one or more consecutive rows of hidden states."""
+class LabelGroups(NamedTuple):
+    """The rows of hidden states by label: each label is predicted by a group of one or more consecutive rows."""
 
-    ends: Int[np.ndarray, " places"]
-    """The number of rows up to the last one of each place; on the host, because chunk sizes must not wait for a GPU."""
+    ends: Int[np.ndarray, " groups"]
+    """The number of rows up to the last one of each group; on the host, because chunk sizes must not wait for a GPU."""
     of_rows: Int[Tensor, " rows"]
-    """Each row's place, increasing."""
+    """Each row's group, increasing."""
 
     @staticmethod
-    def of(positions: Int[Tensor, " rows"]) -> "tuple[Int[Tensor, ' rows'], Int[Tensor, ' places'], Places]":
+    def of(positions: Int[Tensor, " rows"]) -> "tuple[Int[Tensor, ' rows'], Int[Tensor, ' groups'], LabelGroups]":
         """Return the order in which rows of equal position are together, the distinct positions, and their rows."""
         order = positions.argsort(stable=True)
         distinct, of_rows, repeats = positions[order].unique_consecutive(return_inverse=True, return_counts=True)
-        return order, distinct, Places(repeats.cumsum(0).numpy(force=True), of_rows)
+        return order, distinct, LabelGroups(repeats.cumsum(0).numpy(force=True), of_rows)
 
 
-class PlacedRows:
-    """The rows of a loss, with the place and weight of each row and the label of each place."""
+class GroupedRows:
+    """The rows of a loss, with the group and weight of each row and the label of each group."""
 
     def __init__(
-        self, labels: Int[Tensor, " places"], places: Places | None, weights: Float[Tensor, " rows"] | None
+        self, labels: Int[Tensor, " groups"], groups: LabelGroups | None, weights: Float[Tensor, " rows"] | None
     ) -> None:
-        self.labels, self.weights, self._places = labels, weights, places
-        self.ends = np.arange(1, len(labels) + 1) if places is None else places.ends
+        self.labels, self.weights, self._groups = labels, weights, groups
+        self.ends = np.arange(1, len(labels) + 1) if groups is None else groups.ends
 
-    def spans(self, most: int, places: slice | None = None) -> Iterator[tuple[slice, slice]]:
-        """Yield consecutive places and their rows: at most ``most`` rows, or all rows of a single place."""
-        first, stop = (0, len(self.ends)) if places is None else (places.start, places.stop)
+    def spans(self, most: int, groups: slice | None = None) -> Iterator[tuple[slice, slice]]:
+        """Yield consecutive groups and their rows: at most ``most`` rows, or all rows of a single group."""
+        first, stop = (0, len(self.ends)) if groups is None else (groups.start, groups.stop)
         while first < stop:
             row = int(self.ends[first - 1]) if first else 0
             last = min(stop, max(first + 1, int(self.ends.searchsorted(row + most, "right"))))
             yield slice(first, last), slice(row, int(self.ends[last - 1]))
             first = last
 
-    def each(self, of_places: Tensor, places: slice, rows: slice) -> Tensor:
-        """Repeat values of these places for each of their rows."""
-        if self._places is None:
-            return of_places
-        return of_places.index_select(0, self._places.of_rows[rows] - places.start)
+    def repeat(self, of_groups: Tensor, groups: slice, rows: slice) -> Tensor:
+        """Repeat values of these groups for each of their rows."""
+        if self._groups is None:
+            return of_groups
+        return of_groups.index_select(0, self._groups.of_rows[rows] - groups.start)
 
-    def summed(self, of_rows: Float[Tensor, "rows outputs"], places: slice, rows: slice) -> Tensor:
-        """Return the sum over each place's rows.
+    def summed(self, of_rows: Float[Tensor, "rows outputs"], groups: slice, rows: slice) -> Tensor:
+        """Return the sum over each group's rows.
 
         A product is used, because `index_add` on a GPU adds in random order.
         """
-        if self._places is None:
+        if self._groups is None:
             return of_rows
-        place = torch.arange(places.start, places.stop, device=of_rows.device)
-        return (place[:, None] == self._places.of_rows[rows]).to(of_rows) @ of_rows
+        group = torch.arange(groups.start, groups.stop, device=of_rows.device)
+        return (group[:, None] == self._groups.of_rows[rows]).to(of_rows) @ of_rows
 
 
 @dataclass(frozen=True)
@@ -137,28 +137,33 @@ class TokenDivergences:
 
     def __init__(
         self,
-        log_p: Float[Tensor, "places outcomes"],
+        log_p: Float[Tensor, "groups outcomes"],
         soft: Softmax,
-        each: Callable[[Tensor], Tensor] = lambda of_places: of_places,
-        weights: Float[Tensor, "places outcomes"] | None = None,
+        repeat: Callable[[Tensor], Tensor] = lambda of_groups: of_groups,
+        weights: Float[Tensor, "groups outcomes"] | None = None,
         whole: bool = False,
     ) -> None:
-        """Compare p with q. ``each`` repeats the places of p for the rows of q.
+        """Compare p with q. ``repeat`` repeats values of label groups for the rows of q.
 
         ``whole`` means that the draft can write every token and p sums to 1.
         """
         p = log_p.exp()
         # Σ p log p and Σ p, both without the tokens that the draft cannot write.
         pull = p if weights is None else p * weights
-        self._negative_entropy, self._covered = each((pull * log_p).sum(-1)), each(pull.sum(-1))
-        self.p, self.soft, self.whole = each(p), soft, whole
-        self._log_p, self._each = log_p, each
-        self.weights = None if weights is None else each(weights)
+        self._negative_entropy, self._covered = repeat((pull * log_p).sum(-1)), repeat(pull.sum(-1))
+        self.p, self.soft, self.whole = repeat(p), soft, whole
+        self._log_p, self._repeat = log_p, repeat
+        self.weights = None if weights is None else repeat(weights)
 
     def term(self, kind: Divergence) -> Pulled:
         """Return the term ``kind`` of each token with its pulls."""
         if kind == "forward_kl":
-            return self._forward_kl()
+            pull = self._weighted(self.p)
+            value = self._negative_entropy - torch.linalg.vecdot(pull, self.soft.scores)
+            value += self._covered * self.soft.log_total[:, 0]
+            if not self.whole:
+                value -= torch.special.xlogy(self._covered, self._covered)
+            return Pulled(value, pull)
         if kind == "acceptance":
             return self._acceptance()
         return Pulled(1 - self.overlap, self._weighted(self._smaller) * self._lacking)
@@ -177,15 +182,7 @@ class TokenDivergences:
 
     @cached_property
     def _log_sides(self) -> tuple[Float[Tensor, "rows outcomes"], Float[Tensor, "rows outcomes"]]:
-        return self._each(self._log_p), self.soft.log_q
-
-    def _forward_kl(self) -> Pulled:
-        pull = self._weighted(self.p)
-        value = self._negative_entropy - torch.linalg.vecdot(pull, self.soft.scores)
-        value += self._covered * self.soft.log_total[:, 0]
-        if not self.whole:
-            value -= torch.special.xlogy(self._covered, self._covered)
-        return Pulled(value, pull)
+        return self._repeat(self._log_p), self.soft.log_q
 
     def _acceptance(self) -> Pulled:
         smaller = torch.minimum(*self._log_sides)  # in logs, to avoid underflow
@@ -220,13 +217,13 @@ class KnownLogits(NamedTuple):
 
     def block(self, rows: slice) -> "KnownLogits":
         """Return some of these rows."""
-        return self._each(lambda part: part[rows])
+        return self._map(lambda part: part[rows])
 
     def to(self, device: torch.device) -> "KnownLogits":
         """Move these rows to a device."""
-        return self._each(lambda part: part.to(device))
+        return self._map(lambda part: part.to(device))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "KnownLogits":
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "KnownLogits":
         logits, tokens, log_total, drawn = self
         return KnownLogits(
             change(logits),

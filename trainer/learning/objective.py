@@ -19,11 +19,11 @@ GreedyTexts = Callable[[], Sequence[tuple[Sequence[int], int]]]
 
 
 def rank_shares(
-    found: Iterable[tuple[int, Int[Tensor, " labels"], Float[Tensor, "labels vocab"]]], depths: int
+    by_depth: Iterable[tuple[int, Int[Tensor, " labels"], Float[Tensor, "labels vocab"]]], depths: int
 ) -> list[list[float]]:
     """Return shares: ``[d][r]`` is the share of labels at depth d that have rank r in the logits (both from 0)."""
     counts, totals = torch.zeros(depths, FITTED_RANKS), torch.zeros(depths, 1)
-    for depth, labels, logits in found:
+    for depth, labels, logits in by_depth:
         values, best = logits.topk(min(FITTED_RANKS, logits.shape[-1]))
         best = best.where(values > -torch.inf, -1)  # a token that the draft cannot write has no rank
         counts[depth, : best.shape[1]] += (best == labels[:, None].to(best.device)).sum(0).cpu()
@@ -47,14 +47,14 @@ class TermSums(NamedTuple):
         return TermSums(losses.detach(), hits.detach(), (losses if scale is None else losses * scale).sum())
 
     @staticmethod
-    def of_rows(found: FusedLoss, terms: Int[Tensor, " rows"], count: int, soft: bool) -> "TermSums":
+    def of_rows(loss: FusedLoss, terms: Int[Tensor, " rows"], count: int, soft: bool) -> "TermSums":
         """Add the figures of each row to its term; the rows are already weighted. Hits are acceptances if ``soft``.
 
         A product is used, because `index_add` on a GPU adds in random order.
         """
-        belongs = (torch.arange(count, device=terms.device)[:, None] == terms).to(found.losses.dtype)
-        hits = found.accepted if soft else found.correct.to(found.losses.dtype)
-        return TermSums(belongs @ found.losses, belongs @ hits, found.loss)
+        belongs = (torch.arange(count, device=terms.device)[:, None] == terms).to(loss.losses.dtype)
+        hits = loss.accepted if soft else loss.correct.to(loss.losses.dtype)
+        return TermSums(belongs @ loss.losses, belongs @ hits, loss.loss)
 
 
 class Objective(Protocol):
@@ -82,16 +82,16 @@ class Objective(Protocol):
     def counts(self, batch: Batch, step: int) -> Float[Tensor, " terms"]:
         """Return the number of labels that each term has in this batch at a step (from 0)."""
 
-    def ahead(self, batch: Batch, step: int) -> Any:
+    def prefetch(self, batch: Batch, step: int) -> Any:
         """Prepare, for a batch on the host, the inputs that need no model, such as rows from disk.
 
         Runs in a thread while another micro batch trains. Tensors in tuples and mappings are moved to the device.
         """
 
-    def inputs(self, batch: Batch, step: int, ahead: Any = None) -> tuple[Any, ...]:
+    def inputs(self, batch: Batch, step: int, prefetched: Any = None) -> tuple[Any, ...]:
         """Run the frozen models without gradients; return the arguments for the module.
 
-        ``ahead`` is the result of `ahead` for the same batch, on its device; if it is None, `ahead` is called here.
+        ``prefetched`` is the result of `prefetch` for the same batch, on its device; None: it is computed here.
         """
 
     def drafter(self) -> Drafter:

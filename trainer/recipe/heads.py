@@ -24,7 +24,7 @@ class HeadsSection(Section):
     target's lm_head; drafting and training then read fewer rows. Requires ``shared_lm_head``. None means all tokens."""
     fit_tokens: Annotated[int, Field(ge=0)] = 32_768
     """New heads with a Markov bias start as a regression of the target's states, on this many tokens of the data
-    (`trainer.target.least_squares`), instead of near the target's own prediction. 0: they start near this prediction.
+    (`trainer.target.initial`), instead of near the target's own prediction. 0: they start near this prediction.
     Heads of Medusa-2 and heads on targets that scale their logits always start there, and heads with ``init`` start as
     those heads."""
     init: str | None = None

@@ -92,7 +92,7 @@ def parse_recipe(content: Any, source: str = "recipe") -> AnyRecipe:
 
 def _explain(error: ValidationError) -> str:
     # If a key is misspelt, the right one may be missing as well; the misspelling is reported.
-    first = next((each for each in error.errors() if each["type"] == "extra_forbidden"), error.errors()[0])
+    first = next((mistake for mistake in error.errors() if mistake["type"] == "extra_forbidden"), error.errors()[0])
     location = [str(part) for part in first["loc"][1:]]  # the first part is the recipe's kind
     name = ".".join(location)
     if first["type"] == "extra_forbidden":
@@ -117,7 +117,7 @@ def _valid_keys(kind: str, sections: Sequence[str]) -> list[str]:
     model: type[BaseModel] = _KINDS[kind]
     for section in sections:
         annotation = model.model_fields[section].annotation
-        (model,) = [each for each in get_args(annotation) or (annotation,) if each is not NoneType]
+        (model,) = [part for part in get_args(annotation) or (annotation,) if part is not NoneType]
         assert issubclass(model, BaseModel)
     return sorted(model.model_fields)
 
@@ -137,7 +137,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != _MERGE]
-        if twice := [key for place, key in enumerate(keys) if key in keys[:place]]:
+        if twice := [key for index, key in enumerate(keys) if key in keys[:index]]:
             raise ConstructorError(None, None, f"the key {twice[0]!r} occurs twice", node.start_mark)
         return super().construct_mapping(node, deep)
 

@@ -67,11 +67,11 @@ class Changes(NamedTuple):
 
 
 def compare(recorded: Mapping[str, Any], now: Mapping[str, Any], finished: bool = False) -> Changes:
-    """Compare two identities (`trainer.job.Job.identity`); ``finished`` means that no step is left to train."""
+    """Compare two origins (`trainer.run.job.Job.origin`); ``finished`` means that no step is left to train."""
     decides = any((settings.get("evaluation") or {}).get("keep") == "best" for settings in (recorded, now))
-    found = list(_differing(recorded, now))
-    refused = [change for change in found if _binds(change.name, finished, decides)]
-    return Changes(refused, [change for change in found if change not in refused])
+    changes = list(_differing(recorded, now))
+    refused = [change for change in changes if _binds(change.name, finished, decides)]
+    return Changes(refused, [change for change in changes if change not in refused])
 
 
 def bound(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _binds(name: str, finished: bool, decides: bool) -> bool:
 
 
 def _is_in(names: tuple[str, ...], name: str) -> bool:
-    return any(name == each or name.startswith(f"{each}.") for each in names)
+    return any(name == section or name.startswith(f"{section}.") for section in names)
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any], section: str = "") -> Iterator[Change]:
@@ -141,7 +141,7 @@ class Saved(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run, newest last. `compare` checks them against the run's ``identity``.
+    """The checkpoints of one run, newest last. `compare` checks them against the run's ``origin``.
 
     ``settings`` affect a step's figures but may change when a run resumes; `stretches` records them.
     """
@@ -150,14 +150,14 @@ class Checkpoints:
         self,
         folder: Path,
         keep: int,
-        identity: Mapping[str, Any],
+        origin: Mapping[str, Any],
         settings: Mapping[str, Any] | None = None,
         made_by: Mapping[str, Any] | None = None,
     ) -> None:
         """``made_by`` is the run's recipe and launch as JSON values, for `read_apart`."""
         self._folder = folder
         self._keep = keep
-        self._identity = json.loads(json.dumps(dict(identity)))
+        self._origin = json.loads(json.dumps(dict(origin)))
         self._settings: dict[str, Any] = json.loads(json.dumps(dict(settings or {})))
         self._made_by = {**(made_by or {}), "commit": commit(), "versions": versions()}
         self.stretches: list[dict[str, Any]] = [{"first_step": 0, **self._settings}]
@@ -168,7 +168,7 @@ class Checkpoints:
         """Permitted differences from the settings of the checkpoint that `latest` returned."""
         self.best: Best | None = None
         """The best weights so far. `latest` and `read` set them, `save` writes them."""
-        self._recorded = self._identity
+        self._recorded = self._origin
 
     def _all(self) -> list[Path]:
         return sorted(folder for folder in self._folder.glob("step-*") if _NAME.fullmatch(folder.name))
@@ -195,7 +195,7 @@ class Checkpoints:
         def write(folder: Path) -> None:
             save_file(saved.weights, folder / _WEIGHTS)
             save_file(saved.moments, folder / _OPTIMIZER)
-            state = {"step": progress.step, "tokens": progress.tokens, "identity": self._identity, **self._made_by}
+            state = {"step": progress.step, "tokens": progress.tokens, "identity": self._origin, **self._made_by}
             if self.best is not None:
                 save_file(self.best.weights, folder / _BEST)
                 state["best"] = {**vars(self.best.progress), "figure": self.best.figure, "texts": self.best.texts}
@@ -258,7 +258,7 @@ class Checkpoints:
         self._allowed(f"the run in {self._folder.parent} has finished", finished=True)
 
     def _allowed(self, whose: str, finished: bool = False) -> list[Change]:
-        refused, allowed = compare(self._recorded, self._identity, finished)
+        refused, allowed = compare(self._recorded, self._origin, finished)
         if refused:
             raise UserError(
                 f"{whose} with another {', '.join(map(str, refused))}: set another output folder in the recipe, or "

@@ -1,40 +1,20 @@
 """Runners of a training step (one for plain PyTorch, DDP and FSDP2, one for DeepSpeed's ZeRO), and optimizers."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from decoding.dtypes import parse_dtype
 from decoding.errors import UserError
-from trainer.learning.muon import Muon
 from trainer.processes import zero_stage
 from trainer.recipe.common import TrainingSection
-
-
-class Runner(Protocol):
-    """A module and its optimizers, wrapped for a launcher."""
-
-    module: nn.Module
-    """The wrapped module. Its gradients are averaged over the processes."""
-    engine: Any
-    """DeepSpeed's engine, or None."""
-
-    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of a micro batch's forward and backward pass; only the last one shares gradients."""
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the loss's gradients."""
-
-    def clip(self) -> Tensor | None:
-        """Clip the gradients and return their norm before clipping, on its device; None if only `step` knows it."""
-
-    def step(self) -> list[float]:
-        """Step the optimizers and set the gradients to zero; return their norm if `clip` did not."""
 
 
 def check_launch(accelerator: Accelerator, section: TrainingSection) -> None:
@@ -52,18 +32,13 @@ def check_launch(accelerator: Accelerator, section: TrainingSection) -> None:
         )
 
 
-def prepare(
-    accelerator: Accelerator, module: nn.Module, optimizers: Sequence[Optimizer], section: TrainingSection
-) -> Runner:
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return _Zero(accelerator, module, optimizers, section)
-    return _Plain(accelerator, module, optimizers, section)
+class Runner:
+    """A module and its optimizers, wrapped for one process, DDP or FSDP2: gradients and steps are plain PyTorch."""
 
-
-class _Plain:
-    """Runner for one process, DDP and FSDP2: gradients and steps are plain PyTorch."""
-
-    engine = None
+    module: nn.Module
+    """The wrapped module. Its gradients are averaged over the processes."""
+    engine: Any = None
+    """DeepSpeed's engine, or None."""
 
     def __init__(
         self, accelerator: Accelerator, module: nn.Module, optimizers: Sequence[Optimizer], section: TrainingSection
@@ -74,25 +49,29 @@ class _Plain:
         self.module, *self._optimizers = accelerator.prepare(module, *optimizers)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        """Return the context of a micro batch's forward and backward pass; only the last one shares gradients."""
         context: AbstractContextManager[Any] = nullcontext() if last else self._accelerator.no_sync(self.module)
         return context
 
     def backward(self, loss: Tensor) -> None:
+        """Add the loss's gradients."""
         self._accelerator.backward(loss)
 
-    def clip(self) -> Tensor:
+    def clip(self) -> Tensor | None:
+        """Clip the gradients and return their norm before clipping, on its device; None if only `step` knows it."""
         norm: Any = self._accelerator.clip_grad_norm_(self.module.parameters(), self._max_norm)
         whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return whole
 
     def step(self) -> list[float]:
+        """Step the optimizers and set the gradients to zero; return their norm if `clip` did not."""
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad()
         return []
 
 
-class _Zero:
+class _ZeroRunner(Runner):
     """Runner for DeepSpeed, whose engine clips and steps together at the last micro batch."""
 
     def __init__(
@@ -127,6 +106,13 @@ class _Zero:
         self.engine.step()
         self._begun = False
         return [float(self.engine.get_global_grad_norm())]
+
+
+def prepare(
+    accelerator: Accelerator, module: nn.Module, optimizers: Sequence[Optimizer], section: TrainingSection
+) -> Runner:
+    zero = accelerator.distributed_type == DistributedType.DEEPSPEED
+    return (_ZeroRunner if zero else Runner)(accelerator, module, optimizers, section)
 
 
 @contextmanager
@@ -243,3 +229,57 @@ def _adamw(groups: list[dict[str, Any]], section: TrainingSection) -> Optimizer:
         weight_decay=section.weight_decay,
         fused=True,  # takes a fifth of the time on a CPU
     )
+
+
+# --- Muon -------------------------------------------------------------------------------------------------------------
+
+_MOMENTUM = 0.95
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Coefficients of a Newton-Schulz step: small singular values grow fastest, and all end between 0.5 and 1.5."""
+_ITERATIONS = 5
+_LEAST_NORM = 1e-7
+
+
+class Muon(Optimizer):
+    """Muon (Jordan et al. 2024), which moves matrices along their orthogonalised momentum.
+
+    It is `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"`` and a choice of dtype, for 2-D parameters.
+
+    `torch.optim.Muon` always orthogonalises in bf16. On a processor without bf16 products, this took 15 times as long
+    as the rest of a training step. ``dtype`` None means the device's fast dtype.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float, weight_decay: float = 0.0, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self._dtype = dtype or parse_dtype("fast")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closure here
+        """Step every parameter that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+                momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - _MOMENTUM)
+                update = orthogonal(parameter.grad.lerp(momentum, _MOMENTUM).to(self._dtype))  # Nesterov's momentum
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                size_of_adamw = 0.2 * max(parameter.shape) ** 0.5
+                parameter.add_(update, alpha=-group["lr"] * size_of_adamw)
+
+
+def orthogonal(matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
+    """Bring the singular values of a matrix near 1 by Newton-Schulz iterations, in its dtype."""
+    a, b, c = _COEFFICIENTS
+    tall = matrix.size(0) > matrix.size(1)
+    wide = matrix.T if tall else matrix
+    wide = wide / wide.norm().clamp(min=_LEAST_NORM)
+    for _ in range(_ITERATIONS):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.T if tall else wide

@@ -19,11 +19,11 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.loading import eos_token_ids
 from decoding.rules.sampling import SamplingConfig
 from trainer.data.dataset import Dataset, heldout_prompts
-from trainer.job import Job
 from trainer.learning.objective import Objective
 from trainer.processes import agreed, on_first
 from trainer.recipe.common import EvaluationSection
 from trainer.run.checkpoint import Best, Checkpoints, Progress
+from trainer.run.job import Job
 from trainer.run.log import Evaluation, Log
 from trainer.run.state import gather_weights, load_weights
 from trainer.target.loading import StoredTarget, Target
@@ -73,10 +73,10 @@ class Evaluator:
         texts: list[list[StepCount]] = [[] for _ in self.prompts]
         for index, *step in self._dealt(self.prompts, count, 1 + len(StepCount._fields)):
             texts[index].append(StepCount(*step))
-        found = acceptance(texts)
+        shares = acceptance(texts)
         figures = {
-            CRITERION: found.tokens_per_pass.value,
-            **{f"acceptance_{position}": share.value for position, share in enumerate(found.conditional, start=1)},
+            CRITERION: shares.tokens_per_pass.value,
+            **{f"acceptance_{position}": share.value for position, share in enumerate(shares.conditional, start=1)},
         }
         return Evaluation(figures, drafter.label, tuple((sum(s.emitted for s in text), len(text)) for text in texts))
 

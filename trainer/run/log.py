@@ -158,14 +158,14 @@ class Log:
         try:
             self._accelerator.init_trackers("headstart", settings, named)
             begun = {tracker.name: tracker.tracker for tracker in self._accelerator.trackers}
-            found = {name: run_of(begun[name]) for name, run_of in _RUN_OF.items() if name in begun}
+            names = {name: run_of(begun[name]) for name, run_of in _RUN_OF.items() if name in begun}
         except Exception as error:  # each tracker has errors of its own
             raise UserError(
                 f"a tracker cannot start ({first_line(error)}): {remedy * bool(runs) or 'check its settings'}, or set "
                 "tracking=none"
             ) from error
-        if found:
-            write_text(stored, json.dumps(found) + "\n")
+        if names:
+            write_text(stored, json.dumps(names) + "\n")
         if "wandb" in begun and begun["wandb"].url is not None:
             say(self._console, f"figures also go to {begun['wandb'].url}")
 
@@ -206,7 +206,7 @@ def _flat(section: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, A
 
 def installed_trackers() -> list[str]:
     """Return the trackers that accelerate finds installed."""
-    return [str(each) for each in get_available_trackers()]
+    return [str(tracker) for tracker in get_available_trackers()]
 
 
 def trackers_of(tracking: Sequence[str] | None) -> list[str]:

@@ -1,31 +1,30 @@
 """THE training loop: the only file that drives accelerate's step."""
 
-import contextlib
 import math
-import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import islice
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from accelerate import Accelerator
 from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from decoding.errors import UserError
-from trainer.data.batch import BatchSource
+from trainer.data.batch import Batch, BatchSource, collate
 from trainer.learning.objective import Objective
+from trainer.learning.spans import span
 from trainer.processes import agreed, any_process, from_first, on_first
 from trainer.recipe.common import TrainingSection
 from trainer.run.checkpoint import Checkpoints, Progress, Saved
 from trainer.run.distributed import Runner, build_optimizers, prepare, set_learning_rates, whole_parameters
-from trainer.run.feed import Feed, MicroBatch, send
 from trainer.run.state import gather_moments, gather_weights, load_moments, load_weights
-from trainer.terminal.exit_codes import ExitCode, Stopped
+from trainer.terminal.exit_codes import ExitCode, Stopped, stop_signals
 
 
 class Interrupted(Stopped):
@@ -84,7 +83,7 @@ def train(
     del saved
     feed = Feed(objective, source, section, _my_positions(section, accelerator), accelerator.device)
     failed: Exception | None = None
-    with _stop_signals() as stop_requested, feed:
+    with stop_signals() as stop_requested, feed:
         agreed(lambda: feed.begin(progress.step))
         while progress.step < section.steps:
             if progress.step > 0 and progress.step % evaluate_every == 0:
@@ -129,7 +128,7 @@ def _step(
     objective: Objective,
     runner: Runner,
     optimizers: Sequence[Optimizer],
-    feed: Feed,
+    feed: "Feed",
     section: TrainingSection,
     accelerator: Accelerator,
     checkpoints: Checkpoints,
@@ -170,16 +169,16 @@ def _step(
 def _accumulate(
     objective: Objective,
     runner: Runner,
-    micro_batches: Iterable[MicroBatch],
+    micro_batches: Iterable["MicroBatch"],
     step: int,
     scale: Float[Tensor, " terms"],
     accelerator: Accelerator,
 ) -> Float[Tensor, "2 terms"]:
     """Add up the gradients of a step; return the sums of this process's losses and hits."""
     sums = torch.zeros(2, len(scale), dtype=_widest(scale.device), device=scale.device)
-    for batch, ahead, last in micro_batches:
+    for batch, prefetched, last, _ in micro_batches:
         with runner.accumulating(last):
-            inputs = objective.inputs(batch, step, ahead)
+            inputs = objective.inputs(batch, step, prefetched)
             losses, hits, total = runner.module(*inputs, scale)
             # Data parallelism averages gradients over processes, but with counts over all processes they must be
             # summed.
@@ -286,29 +285,114 @@ def _saved_by_all(checkpoints: Checkpoints) -> Saved | None:
     return agreed(read)
 
 
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[Callable[[], int]]:
-    """Yield a function that returns the first SIGTERM or SIGINT received, or 0; a second signal acts as usual.
+# --- micro batches ----------------------------------------------------------------------------------------------------
 
-    The death of the launcher counts as a SIGTERM, because ``accelerate launch`` does not forward the signal to a single
-    process, and nothing else stops the processes of a killed ``torchrun``.
+
+class MicroBatch(NamedTuple):
+    """A micro batch of a step, and the result of `Objective.prefetch` for it."""
+
+    batch: Batch
+    prefetched: Any
+    last: bool
+    """True for the last micro batch of its step."""
+    counts: Float[Tensor, " terms+1"]
+    """The labels of each term, and the trained tokens, in all of the step's micro batches of this process."""
+
+
+class Feed:
+    """This process's micro batches: one is prepared in a thread while the previous one trains, even across steps.
+
+    A micro batch depends only on its step and its index in the step. Taking a micro batch raises any error of the
+    thread. Nothing is prepared in advance for a step in which the source writes.
     """
-    received: list[int] = []
-    launched = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()  # set by launchers
-    parent = os.getppid() if launched else None
-    previous: dict[int, Any] = {}
 
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        signal.signal(number, previous[number])
+    def __init__(
+        self,
+        objective: Objective,
+        source: BatchSource,
+        section: TrainingSection,
+        positions: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        """``positions`` are this process's positions in a step's batch."""
+        self._objective, self._source, self._section = objective, source, section
+        self._positions, self._device = positions, device
+        self._per_step = len(positions) // section.micro_batch_size
+        self._thread = ThreadPoolExecutor(1, "micro batches")
+        self._next: tuple[tuple[int, int], Future[MicroBatch]] | None = None
+        # A step, its batches, and its `MicroBatch.counts`; only the thread uses this.
+        self._collated: tuple[int, list[Batch], Float[Tensor, " terms+1"]] | None = None
 
-    def orphaned() -> int:
-        return int(signal.SIGTERM) if parent is not None and os.getppid() != parent else 0
+    def __enter__(self) -> "Feed":
+        return self
 
-    for number in (int(signal.SIGTERM), int(signal.SIGINT)):
-        previous[number] = signal.signal(number, note)
-    try:
-        yield lambda: received[0] if received else orphaned()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    def __exit__(self, *exception: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def begin(self, step: int) -> None:
+        """Prepare a run's first micro batch, so its errors are raised early; do nothing if the source writes first."""
+        if step < self._section.steps and not self._source.writes_at(step):
+            self._begin(step, 0).result()
+
+    def step(self, step: int) -> tuple[Float[Tensor, " terms+1"], Iterator[MicroBatch]]:
+        """Return a step's `MicroBatch.counts` and micro batches (the step from 0), on the device."""
+        first = self._take(step, 0)
+        rest = (self._take(step, index) for index in range(1, self._per_step))
+        micro_batches = (send(micro_batch, self._device) for part in ([first], rest) for micro_batch in part)
+        return send(first.counts, self._device), micro_batches
+
+    def settle(self) -> None:
+        """Wait until the thread is idle."""
+        if self._next is not None:
+            wait([self._next[1]])
+
+    def _take(self, step: int, index: int) -> MicroBatch:
+        begun = self._next is not None and self._next[0] == (step, index)
+        future = self._next[1] if self._next is not None and begun else self._begin(step, index)
+        with span("data"):
+            micro_batch = future.result()
+        self._next = None
+        if index + 1 < self._per_step:
+            self._begin(step, index + 1)
+        elif step + 1 < self._section.steps and not self._source.writes_at(step + 1):
+            self._begin(step + 1, 0)
+        return micro_batch
+
+    def _begin(self, step: int, index: int) -> Future[MicroBatch]:
+        future = self._thread.submit(self._prepare, step, index)
+        self._next = (step, index), future
+        return future
+
+    def _prepare(self, step: int, index: int) -> MicroBatch:
+        """Prepare a micro batch. Its whole step is collated together, because the loss needs the counts of the step."""
+        if self._collated is None or self._collated[0] != step:
+            drawn, size = self._source.examples_at(step, self._positions), self._section.micro_batch_size
+            drawn = sorted(drawn, key=lambda item: len(item.example.tokens))  # little padding in a micro batch
+            shares = [drawn[start : start + size] for start in range(0, len(drawn), size)]
+            batches = [
+                collate([item.example for item in share], [item.example_index for item in share]) for share in shares
+            ]
+            labels = torch.stack([self._objective.counts(batch, step) for batch in batches]).sum(0)
+            counts = torch.cat((labels, torch.stack([batch.labelled(1).sum() for batch in batches]).sum()[None]))
+            self._collated = step, batches, counts
+        _, batches, counts = self._collated
+        batch, last = batches[index], index + 1 == self._per_step
+        return _pinned(MicroBatch(batch, self._objective.prefetch(batch, step), last, counts), self._device)
+
+
+Tensors = TypeVar("Tensors")
+
+
+def send(values: Tensors, device: torch.device) -> Tensors:
+    """Copy the tensors among these values to a device, without waiting for a GPU."""
+    return _for_each_tensor(lambda value: value.to(device, non_blocking=True), _pinned(values, device))
+
+
+def _pinned(values: Tensors, device: torch.device) -> Tensors:
+    """Pin the memory of the tensors among these values if the device is a GPU."""
+    return _for_each_tensor(lambda value: value.pin_memory(), values) if device.type == "cuda" else values
+
+
+def _for_each_tensor(change: Callable[[Any], Any], values: Tensors) -> Tensors:
+    changed: Tensors = tree_map_only((Tensor, Batch), change, values)
+    return changed

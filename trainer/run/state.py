@@ -66,15 +66,15 @@ def _gathered(reads: Mapping[str, Callable[[], Tensor]], keep: bool) -> Tensors:
 
 def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy gathered weights into a module that is not sharded yet; raise UserError if the names differ."""
-    places = {**trained_parameters(module), **_buffers(module)}
-    if differing := sorted(set(places) ^ set(weights)):
+    tensors = {**trained_parameters(module), **_buffers(module)}
+    if differing := sorted(set(tensors) ^ set(weights)):
         raise UserError(
             f"the checkpoint belongs to another model: {len(differing)} tensors differ, such as {differing[0]}. "
             "Set another output folder in the recipe, or delete this one to start over"
         )
     with torch.no_grad():
-        for name, place in places.items():
-            place.copy_(weights[name])
+        for name, tensor in tensors.items():
+            tensor.copy_(weights[name])
 
 
 def load_moments(

@@ -1,8 +1,7 @@
 """A whole run, from a recipe to a finished folder, and the artefact of a checkpoint.
 
-`assemble` is the only dispatch from a recipe to its job; no other code checks the class of a recipe or an objective. A
-checkpoint's tensors are whole under any launcher (see `state`), so a single process can write its artefact. The result
-is the same as if the run had ended at this step.
+A checkpoint's tensors are whole under any launcher (see `state`), so a single process can write its artefact. The
+result is the same as if the run had ended at this step.
 """
 
 import json
@@ -26,37 +25,23 @@ from decoding.measure.machine import commit, hardware, versions
 from decoding.measure.redact import hub_repository
 from trainer.data.answers import described_prompts
 from trainer.data.dataset import Dataset, not_held_out
-from trainer.drafts.job import assemble_draft
 from trainer.files.folders import check_can_be_folder, hold, write_folder
-from trainer.heads.job import assemble_heads
-from trainer.job import Job
 from trainer.learning.spans import Stopwatch
 from trainer.processes import Process, agreed, any_process, build_accelerator, describe, from_first, on_first
 from trainer.recipe.common import DataSection
-from trainer.recipe.heads import MedusaRecipe
 from trainer.recipe.reading import AnyRecipe, parse_recipe
 from trainer.run.checkpoint import Checkpoints, Progress, bound, compare, read_apart
 from trainer.run.distributed import check_launch, whole_parameters
 from trainer.run.heldout import Evaluator, Watch, evaluator_at_end
+from trainer.run.job import Job, assemble
 from trainer.run.log import Log, installed_trackers, trackers_of
 from trainer.run.loop import Hooks, train
 from trainer.run.state import load_weights
 from trainer.terminal.console import standard_error
 
 
-def assemble(recipe: AnyRecipe, device: torch.device, process: Process, begins: bool = False) -> Job:
-    """Load and check everything that the recipe names, and write the missing part of its `store`.
-
-    Every process calls this. ``begins``: no weights of an earlier start will be loaded, so first weights are fitted to
-    the target.
-    """
-    if isinstance(recipe, MedusaRecipe):
-        return assemble_heads(recipe, device, process, begins)
-    return assemble_draft(recipe, device, process, begins)
-
-
 def check_folders(recipe: AnyRecipe) -> None:
-    """Raise UserError if a file is in the place of a folder that the recipe writes."""
+    """Raise UserError if a file is in the way of a folder that the recipe writes."""
     output = Path(recipe.output)
     for key, folder in (("output", output), ("the folder of the finished run", output / "final")):
         check_can_be_folder(folder, key)
@@ -67,7 +52,7 @@ def check_folders(recipe: AnyRecipe) -> None:
 
 FILE_NAME = "provenance.json"
 _STORED = ("features", "draft.teacher")
-"""Keys of a job's identity about stored features or logits, which finished weights no longer need."""
+"""Keys of a job's origin about stored features or logits, which finished weights no longer need."""
 
 
 def choose_tree(job: Job, evaluator: Evaluator | None) -> None:
@@ -81,22 +66,18 @@ def choose_tree(job: Job, evaluator: Evaluator | None) -> None:
 
 
 def finish(
-    job: Job, destination: Path, progress: Progress, stretches: Sequence[Mapping[str, Any]], origin: Mapping[str, Any]
+    job: Job, destination: Path, progress: Progress, stretches: Sequence[Mapping[str, Any]], launch: Mapping[str, Any]
 ) -> None:
     """Write the artefact with its provenance, whole or not at all.
 
-    ``origin`` adds entries to the provenance, such as the launch. Raises UserError if a weight is not finite in the
-    dtype written.
+    ``launch``: further entries of the provenance. The recipe in it has the settings of the last steps that were
+    trained; the settings may have changed since. Raises UserError if a weight is not finite in the dtype written.
     """
     stretches = [stretch for stretch in stretches if stretch["first_step"] < progress.step]
-    made_from = provenance(
-        _as_trained(job.recipe, stretches),
-        (job.dataset, job.heldout),
-        job.target.fingerprint,
-        progress.step,
-        progress.tokens,
-        {**origin, "stretches": stretches},
-    )
+    training = job.recipe.training
+    last = {name: value for name, value in stretches[-1].items() if hasattr(training, name)} if stretches else {}
+    recipe = job.recipe.model_copy(update={"training": training.model_copy(update=last)})
+    made_from = _provenance(recipe, job, progress, {**launch, "stretches": stretches})
 
     def write(folder: Path) -> None:
         job.objective.save(folder)
@@ -108,13 +89,6 @@ def finish(
         (folder / FILE_NAME).write_text(json.dumps(made_from, indent=2) + "\n")
 
     write_folder(destination, write)
-
-
-def _as_trained(recipe: AnyRecipe, stretches: Sequence[Mapping[str, Any]]) -> AnyRecipe:
-    """Return the recipe with the settings of the last steps that were trained; the settings may have changed since."""
-    names = type(recipe.training).model_fields
-    last = {name: value for name, value in stretches[-1].items() if name in names} if stretches else {}
-    return recipe.model_copy(update={"training": recipe.training.model_copy(update=last)})
 
 
 def consolidate(checkpoint: Path, destination: Path, trust_remote_code: bool = False) -> str:
@@ -129,32 +103,33 @@ def consolidate(checkpoint: Path, destination: Path, trust_remote_code: bool = F
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     stored = recipe.without_store().model_copy(update={"trust_remote_code": trust_remote_code})
     job = assemble(stored, device, Process())
-    refused = compare(state["identity"], json.loads(json.dumps(dict(job.identity)))).refused
-    if changed := [str(each) for each in refused if not each.name.startswith(_STORED)]:
+    refused = compare(state["identity"], json.loads(json.dumps(dict(job.origin)))).refused
+    if changed := [str(change) for change in refused if not change.name.startswith(_STORED)]:
         raise UserError(f"since {checkpoint} was written, its {', '.join(changed)} changed: restore the original")
     load_weights(job.objective.module, saved.weights)
     choose_tree(job, evaluator_at_end(job, device))
-    origin = {**state["launch"], "checkpoint": checkpoint.name}
-    finish(replace(job, recipe=recipe), destination, saved.progress, state["stretches"], origin)
+    launch = {**state["launch"], "checkpoint": checkpoint.name}
+    finish(replace(job, recipe=recipe), destination, saved.progress, state["stretches"], launch)
     done, steps = saved.progress.step, recipe.training.steps
     return f"made from the checkpoint {checkpoint}: weights after step {done} of {steps}, not the finished weights"
 
 
-def provenance(
-    recipe: AnyRecipe, datasets: Sequence[Dataset], target: str, steps: int, tokens: int, launch: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the provenance as plain JSON values. It contains no secrets, because a recipe has none.
-
-    ``target`` is the `stored_fingerprint` of its weights; ``launch`` is from `trainer.processes.describe`.
-    """
+def _provenance(recipe: AnyRecipe, job: Job, progress: Progress, launch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the provenance as plain JSON values. It contains no secrets, because a recipe has none."""
     content = recipe.model_dump(mode="json")
+    heads, draft = content.get("heads") or {}, (content.get("draft") or {}).get("init") or {}
+    models = {
+        "target": recipe.target,
+        "heads.init": heads.get("init"),
+        "draft.init.from_model": draft.get("from_model"),
+    }
     name = recipe.target
     if Path(name).exists():
         name = str(Path(name).resolve())  # so that it is not mistaken for a Hub id
     elif (named := hub_name(name)) is not None:
         name = str(named._replace(revision=None))  # the revisions contain its commit
     folder = local_folder(recipe.target, weights=False)
-    known = {"name": name, "fingerprint": target, **(source_of(folder) or {})}
+    known = {"name": name, "fingerprint": job.target.fingerprint, **(source_of(folder) or {})}
     if (method := quantisation(folder)) is not None:
         known["quantisation"] = method
     return {
@@ -162,11 +137,11 @@ def provenance(
         "versions": versions(),
         "hardware": hardware(),
         "recipe": content,
-        "data": {dataset.path: _about(dataset, recipe.data) for dataset in datasets},
+        "data": {dataset.path: _about(dataset, recipe.data) for dataset in (job.dataset, job.heldout)},
         "target": known,
-        "revisions": revisions(_names(content)),
-        "steps": steps,
-        "tokens": tokens,
+        "revisions": revisions(models),
+        "steps": progress.step,
+        "tokens": progress.tokens,
         **launch,
     }
 
@@ -184,16 +159,6 @@ def _about(dataset: Dataset, section: DataSection) -> dict[str, Any]:
         "source": section.source if hub_id is None else hub_id,
         "prompts": described_prompts(Path(dataset.path)),
         "license": section.license,
-    }
-
-
-def _names(recipe: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return the names of all models that a recipe reads, by key."""
-    heads, draft = recipe.get("heads") or {}, (recipe.get("draft") or {}).get("init") or {}
-    return {
-        "target": recipe["target"],
-        "heads.init": heads.get("init"),
-        "draft.init.from_model": draft.get("from_model"),
     }
 
 
@@ -220,13 +185,16 @@ def _run(recipe: AnyRecipe, accelerator: Accelerator, process: Process) -> None:
     job = agreed(lambda: assemble(recipe, accelerator.device, process, begins=not begun))
     _check_one_job(job)
     made_by = {"recipe": job.recipe.model_dump(mode="json"), "launch": describe(accelerator)}
-    identity = {**job.identity, "launch": made_by["launch"]}
-    checkpoints = Checkpoints(folder, recipe.checkpoint.keep, identity, _settings(recipe, process.world), made_by)
+    # These settings affect a step's figures, but they may change when a run resumes.
+    names = ("learning_rate", "mixed_precision", "micro_batch_size")
+    settings = {**{name: getattr(recipe.training, name) for name in names}, "num_processes": process.world}
+    origin = {**job.origin, "launch": made_by["launch"]}
+    checkpoints = Checkpoints(folder, recipe.checkpoint.keep, origin, settings, made_by)
     _announce(process, job)
     with ExitStack() as logging:
         log = agreed(lambda: logging.enter_context(Log(recipe, accelerator, process.console)))
         watch = Watch(job, log, checkpoints, accelerator)
-        progress = _train(job, accelerator, log, watch, checkpoints, process)
+        progress = _train(job, accelerator, log, watch, checkpoints)
         with whole_parameters(accelerator, job.objective.module):
             finished = watch.choose_weights(progress)
             _finish(job, accelerator, log, checkpoints, progress, finished)
@@ -237,7 +205,7 @@ def _run(recipe: AnyRecipe, accelerator: Accelerator, process: Process) -> None:
 
 def _check_one_job(job: Job) -> None:
     """Check that all processes have read the same rows and weights, because each reads from its own disk or the hub."""
-    mine = bound(job.identity)
+    mine = bound(job.origin)
     if any_process(from_first(lambda: mine) != mine):
         raise UserError(
             "the processes have read different recipes, rows or targets: give all machines the same files, and write "
@@ -245,9 +213,7 @@ def _check_one_job(job: Job) -> None:
         )
 
 
-def _train(
-    job: Job, accelerator: Accelerator, log: Log, watch: Watch, checkpoints: Checkpoints, process: Process
-) -> Progress:
+def _train(job: Job, accelerator: Accelerator, log: Log, watch: Watch, checkpoints: Checkpoints) -> Progress:
     recipe = job.recipe
     with Stopwatch(accelerator.device) as stopwatch:
 
@@ -264,9 +230,9 @@ def _train(
             stopwatch.restart()  # so that the evaluation does not count in the time of the next step
 
         hooks = Hooks(on_step, evaluate, on_begin)
-        every, source = recipe.checkpoint.every, agreed(lambda: job.source(process))
+        training, every = recipe.training, recipe.checkpoint.every
         return train(
-            job.objective, source, recipe.training, accelerator, checkpoints, every, recipe.evaluation.every, hooks
+            job.objective, job.source, training, accelerator, checkpoints, every, recipe.evaluation.every, hooks
         )
 
 
@@ -276,17 +242,11 @@ def _finish(
     """Write the artefact with the weights of step ``finished``, then evaluate them; every process takes part."""
     evaluator = agreed(lambda: evaluator_at_end(job, accelerator.device, accelerator))
     agreed(lambda: choose_tree(job, evaluator))
-    destination, origin = Path(job.recipe.output) / FINAL, describe(accelerator)
-    on_first(lambda: finish(job, destination, finished, checkpoints.stretches, origin))
+    destination, launch = Path(job.recipe.output) / FINAL, describe(accelerator)
+    on_first(lambda: finish(job, destination, finished, checkpoints.stretches, launch))
     if evaluator is not None:
         evaluation = evaluator.evaluate(job.objective)
         on_first(lambda: log.evaluation(progress, evaluation, finished.step))
-
-
-def _settings(recipe: AnyRecipe, num_processes: int) -> dict[str, Any]:
-    """Return the settings that affect a step's figures but may change when a run resumes."""
-    names = ("learning_rate", "mixed_precision", "micro_batch_size")
-    return {**{name: getattr(recipe.training, name) for name in names}, "num_processes": num_processes}
 
 
 def _announce(process: Process, job: Job) -> None:

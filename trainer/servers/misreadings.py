@@ -23,9 +23,9 @@ from decoding.model.forward import unscaled_embeddings
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.vocabulary import over_vocabulary
 from trainer.data.batch import Example, collate
-from trainer.drafts.dspark import block_logits
 from trainer.drafts.dspark_start import rotary_of
-from trainer.drafts.eagle3 import run_chains
+from trainer.drafts.dspark_training import block_logits
+from trainer.drafts.eagle3_training import run_chains
 from trainer.export.readback import heads_logits
 from trainer.target.loading import OnlineTarget
 

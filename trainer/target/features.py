@@ -29,13 +29,13 @@ from decoding.model.forward import (
     lm_head_input,
 )
 from trainer.data.batch import Batch, Example, collate
-from trainer.files.folders import digest_of_each
+from trainer.files.folders import fingerprint_of_all
 from trainer.learning.losses import HiddenTeacher
 from trainer.learning.spans import span
 from trainer.processes import Process, on_first
 from trainer.recipe.heads import FeaturesSection, StatesDtype
 from trainer.target.loading import OnlineTarget, Target, logit_transform
-from trainer.target.store import BATCH_TOKENS, MANIFEST, Column, Identity, Store, ensure_store
+from trainer.target.store import BATCH_TOKENS, MANIFEST, WEIGHTS, Column, Origin, Store, ensure_store
 
 LARGEST_KL = 0.01
 """Largest mean change of the target's distribution by stored states that is accepted, in nats."""
@@ -44,8 +44,8 @@ _MEASURED = 32
 
 
 @dataclass(frozen=True)
-class FeatureIdentity(Identity):
-    """The origin of features. ``data``: digest of token ids and document lengths of all examples, in order."""
+class FeatureOrigin(Origin):
+    """The origin of features. ``data``: fingerprint of token ids and document lengths of all examples, in order."""
 
     noun: ClassVar[str] = "features"
     row: ClassVar[str] = "token"
@@ -64,10 +64,10 @@ class FeatureIdentity(Identity):
         examples: Sequence[Example],
         section: FeaturesSection,
         layers: Sequence[int] = (),
-    ) -> "FeatureIdentity":
-        return FeatureIdentity(
-            **Identity.of_target(target, fingerprint, tokenizer),
-            data=digest_of_each(example.text() for example in examples),
+    ) -> "FeatureOrigin":
+        return FeatureOrigin(
+            **Origin.of_target(target, fingerprint, tokenizer),
+            data=fingerprint_of_all(example.text() for example in examples),
             hidden_size=target.hidden_size,
             states=section.states,
             layers=", ".join(map(str, layers)),
@@ -79,11 +79,11 @@ class FeatureIdentity(Identity):
 
     def columns(self) -> dict[str, Column]:
         """Return a column of states (one state per layer if there are several) and, for int8, a column of scales."""
-        each = (len(self.taps),) if self.layers else ()
+        layers = (len(self.taps),) if self.layers else ()
         if self.states == "int8":
-            return {"hidden": Column(torch.int8, (*each, self.hidden_size)), "scale": Column(torch.float32, each)}
+            return {"hidden": Column(torch.int8, (*layers, self.hidden_size)), "scale": Column(torch.float32, layers)}
         dtype = torch.bfloat16 if self.states == "bf16" else self.torch_dtype
-        return {"hidden": Column(dtype, (*each, self.hidden_size))}
+        return {"hidden": Column(dtype, (*layers, self.hidden_size))}
 
     def num_rows(self, example: Example) -> int:
         """Return the number of its tokens."""
@@ -100,7 +100,7 @@ class FeatureWriter:
     """Writer of features: runs the target without its logits."""
 
     target: CausalLM
-    identity: FeatureIdentity
+    origin: FeatureOrigin
 
     @property
     def batch_tokens(self) -> int:
@@ -117,17 +117,17 @@ class FeatureWriter:
     def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
         """Return the rows of all tokens, without padding."""
         model, inputs = self.target.model, batch.to(self.target.device).model_inputs()
-        taps = self.identity.taps
+        taps = self.origin.taps
         with (
             capture_lm_head_input(model, last_position) as captured,
             capture_taps(model, self.target.num_layers, taps) as tapped,
         ):
             model(**inputs, use_cache=False)
         states = tapped[0].unflatten(-1, (len(taps), -1)) if taps else captured[0]
-        found = {"hidden": states[batch.attention_mask.bool().to(states.device)]}
-        if self.identity.states == "int8":
-            found["hidden"], found["scale"] = quantised(found["hidden"])
-        return found
+        columns = {"hidden": states[batch.attention_mask.bool().to(states.device)]}
+        if self.origin.states == "int8":
+            columns["hidden"], columns["scale"] = quantised(columns["hidden"])
+        return columns
 
 
 def quantised(
@@ -148,17 +148,18 @@ def as_read(columns: Mapping[str, Tensor], dtype: torch.dtype) -> Float[Tensor, 
     return (hidden if scale is None else hidden * scale[..., None]).to(dtype)
 
 
-class FeatureStore(Store[FeatureIdentity]):
+class FeatureStore(Store[FeatureOrigin]):
     """Features on disk, memory-mapped: only the rows of a batch are copied."""
 
     @cached_property
     def lm_head(self) -> Float[Tensor, "vocab hidden"]:
         """The weight of the target's lm_head."""
-        return self._weight("lm_head")
+        weight: Tensor = self._open(WEIGHTS).get_tensor("lm_head")
+        return weight
 
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions *layers hidden"]:
         """Return the states in the target's dtype on the batch's device; zeros on padding."""
-        return as_read({name: self._padded(name, batch) for name in self.identity.columns()}, self.identity.torch_dtype)
+        return as_read({name: self._padded(name, batch) for name in self.origin.columns()}, self.origin.torch_dtype)
 
     def _padded(self, name: str, batch: Batch) -> Tensor:
         rows = self._column(name, batch)
@@ -202,8 +203,8 @@ class LastLayer(OnlineTarget):
         with hooked(layer.register_forward_hook, lambda module, args, output: outputs.append(output)):
             wanted, state = super().tapped(batch, (self._last,))
         self._in_tuple = isinstance(outputs[0], tuple)
-        found = self.behind(batch, state)
-        if not torch.allclose(found.float(), wanted.float(), rtol=0.05, atol=0.05 * float(wanted.abs().max())):
+        computed = self.behind(batch, state)
+        if not torch.allclose(computed.float(), wanted.float(), rtol=0.05, atol=0.05 * float(wanted.abs().max())):
             raise UserError(
                 f"the last layer of the target ({target.model.config.model_type}) reads more than the stored states: "
                 "set features=null"
@@ -228,7 +229,7 @@ class StoredTaps(LastLayer):
         return self._store.hidden(batch)
 
     def tapped(self, batch: Batch, taps: Sequence[int], stored: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        states, layers = self.read(batch) if stored is None else stored, self._store.identity.taps
+        states, layers = self.read(batch) if stored is None else stored, self._store.origin.taps
         chosen = [layers.index(tap) for tap in taps]
         return self.behind(batch, states[..., layers.index(self._last), :]), states[..., chosen, :].flatten(-2)
 
@@ -242,46 +243,48 @@ def ensure_features(
     section's dtype would have another distribution than the target's.
     """
     layers = sorted({*taps, target.model.num_layers - 2}) if taps else ()
-    identity = FeatureIdentity.of(target.model, target.fingerprint, target.tokenizer, examples, section, layers)
+    origin = FeatureOrigin.of(target.model, target.fingerprint, target.tokenizer, examples, section, layers)
     folder = Path(section.folder)
-    writer = FeatureWriter(target.model, identity)
-    if identity.columns()["hidden"].dtype != identity.torch_dtype:
+    writer = FeatureWriter(target.model, origin)
+    if origin.columns()["hidden"].dtype != origin.torch_dtype:
         # The first process looks for the manifest: others may have another disk, and another run may write it
         # meanwhile.
         on_first(lambda: None if (folder / MANIFEST).exists() else process.say(_check_rounding(writer, examples)))
     layout = ensure_store(writer, examples, folder, section.shard_tokens, process)
-    return FeatureStore(folder, identity, layout)
+    return FeatureStore(folder, origin, layout)
 
 
 @torch.inference_mode()
 def rounding_kl(writer: FeatureWriter, examples: Sequence[Example]) -> Float[Tensor, " tokens"]:
     """Return KL(p‖q) in nats at some tokens of the examples: p is the target's distribution, q the stored states'."""
-    identity, target = writer.identity, writer.target
-    online = LastLayer(target) if identity.taps else OnlineTarget(target)
-    found, kinds = [], identity.columns()
+    origin, target = writer.origin, writer.target
+    online = LastLayer(target) if origin.taps else OnlineTarget(target)
+    divergences, kinds = [], origin.columns()
     for example in examples[:: -(-len(examples) // _MEASURED)]:
         batch = collate([example]).to(target.device)
         exact = online.tapped(batch, ())[0][0]
         columns = writer.compute_columns(batch)
-        stored = as_read({name: columns[name].to(kind.dtype) for name, kind in kinds.items()}, identity.torch_dtype)
+        stored = as_read({name: columns[name].to(kind.dtype) for name, kind in kinds.items()}, origin.torch_dtype)
         if isinstance(online, LastLayer):
-            stored = online.behind(batch, stored[None, :, identity.taps.index(target.num_layers - 2)])[0]
+            stored = online.behind(batch, stored[None, :, origin.taps.index(target.num_layers - 2)])[0]
         chosen = slice(None, None, -(-len(exact) // _MEASURED))
         p, q = (
             HiddenTeacher(hidden[chosen], online.lm_head, online.transform).known_logits(0, len(exact), 1.0)
             for hidden in (exact, stored)
         )
         logs = [side.logits.float().log_softmax(-1) for side in (p, q)]
-        found.append((logs[0].exp() * (logs[0] - logs[1])).sum(-1))
-    return torch.cat(found)
+        divergences.append((logs[0].exp() * (logs[0] - logs[1])).sum(-1))
+    return torch.cat(divergences)
 
 
 def _check_rounding(writer: FeatureWriter, examples: Sequence[Example]) -> str:
     """Return how much stored states change the target's distribution, in words; raise UserError above `LARGEST_KL`."""
-    found, states = rounding_kl(writer, examples), writer.identity.states
-    kl = float(found.mean())
-    told = f"states in {states} change the target's distribution by {kl:.2g} nats (mean KL of {len(found)} tokens)"
+    divergences, states = rounding_kl(writer, examples), writer.origin.states
+    kl = float(divergences.mean())
+    told = (
+        f"states in {states} change the target's distribution by {kl:.2g} nats (mean KL of {len(divergences)} tokens)"
+    )
     if not kl <= LARGEST_KL:
-        wider = "bf16" if states == "int8" and writer.identity.dtype != "float16" else "target"
+        wider = "bf16" if states == "int8" and writer.origin.dtype != "float16" else "target"
         raise UserError(f"{told}, and at most {LARGEST_KL:g} is accepted: set features.states={wider}")
     return told

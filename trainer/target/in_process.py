@@ -126,14 +126,14 @@ class TargetBackend:
             self._warned = True
         for beyond in sorted(set(long)):
             engine = replace(self._engine, drafter=None) if beyond else self._engine
-            places = [place for place, each in enumerate(long) if each == beyond]
-            tokens: list[list[int]] = [[] for _ in places]
-            prompts, seeds = [ready[place][1] for place in places], [seed + place for place in places]
+            indices = [index for index, is_long in enumerate(long) if is_long == beyond]
+            tokens: list[list[int]] = [[] for _ in indices]
+            prompts, seeds = [ready[index][1] for index in indices], [seed + index for index in indices]
             for index, step in engine.steps(prompts, config, batch_size=self._batch_size, seeds=seeds):
                 tokens[index] += step.tokens
                 on_tokens(len(step.tokens))
                 if tokens[index][-1] in config.eos_token_ids or len(tokens[index]) == most:
-                    yield ready[places[index]][0], tokens[index]
+                    yield ready[indices[index]][0], tokens[index]
 
     def _prompt(self, text: "_Text") -> tuple[int, ...] | None:
         """Return the prompt of the next answer; if it cannot be decoded, record the problem and return None."""

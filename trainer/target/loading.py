@@ -89,8 +89,8 @@ def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) 
     """Load the model only, on any number of processes; raise UserError if it does not fit the recipe's data."""
     dtype = parse_dtype(recipe.dtype)
     one_process = int(os.environ.get("WORLD_SIZE", "1")) == 1  # one process may use all GPUs
-    place = None if device.type == "cuda" and one_process else device
-    model = CausalLM(load_model(recipe.target, dtype, place, recipe.trust_remote_code))
+    chosen = None if device.type == "cuda" and one_process else device
+    model = CausalLM(load_model(recipe.target, dtype, chosen, recipe.trust_remote_code))
     reason = why_no_chains(model.model)
     if reason is not None and recipe.evaluation.prompts:
         raise UserError(f"{reason}, so evaluations cannot verify drafts: set evaluation.prompts=0 to train on it")
@@ -147,19 +147,19 @@ class OnlineTarget:
         without taps. ``stored`` is the result of `read` on that device.
         """
         device = batch.tokens.device  # a target spread over devices may end on another device
-        inputs, found = batch.model_inputs(), list[Tensor]()
+        inputs, whole = batch.model_inputs(), list[Tensor]()
         with span("target"):
             for rows, longest in _of_similar_length(batch):
                 part = {name: value if value is None else value[rows, :longest] for name, value in inputs.items()}
                 with capture_taps(self._model, self._layers, taps) as tapped:
                     hidden = lm_head_input(self._model, part)
-                states = [each.to(device) for each in (hidden, tapped[0] if tapped else hidden[..., :0])]
+                states = [state.to(device) for state in (hidden, tapped[0] if tapped else hidden[..., :0])]
                 if isinstance(rows, slice):
                     return states[0], states[1]
-                found = found or [each.new_zeros(*batch.tokens.shape, each.shape[-1]) for each in states]
-                for whole, each in zip(found, states, strict=True):
-                    whole[rows, :longest] = each
-        return found[0], found[1]
+                whole = whole or [state.new_zeros(*batch.tokens.shape, state.shape[-1]) for state in states]
+                for padded, state in zip(whole, states, strict=True):
+                    padded[rows, :longest] = state
+        return whole[0], whole[1]
 
 
 _ENOUGH = 512

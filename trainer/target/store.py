@@ -1,7 +1,7 @@
 """Store on disk of what a target computes for a data set; it is written once and read at every step.
 
 A folder contains shards of rows (see `trainer.files.folders`), ``weights.safetensors`` for tensors shared by all
-examples, and ``manifest.json`` with the origin and the rows of each example. An `Identity` defines the row and its
+examples, and ``manifest.json`` with the origin and the rows of each example. An `Origin` defines the row and its
 tensors; a `Writer` computes them.
 """
 
@@ -24,7 +24,16 @@ from decoding.errors import UserError
 from decoding.measure.machine import commit, versions
 from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Batch, Example, collate
-from trainer.files.folders import ShardLayout, digest_of, hold, is_begun, is_whole, shard_name, write_sealed, write_text
+from trainer.files.folders import (
+    ShardLayout,
+    fingerprint_of,
+    hold,
+    is_begun,
+    is_whole,
+    shard_name,
+    write_sealed,
+    write_text,
+)
 from trainer.processes import ALONE, Process, agreed, on_first
 from trainer.terminal.console import ProgressBar, say
 
@@ -46,8 +55,8 @@ class Column(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Identity(ABC):
-    """The origin of a folder, which runs with another identity must not use. Digests are SHA-256 in hexadecimal."""
+class Origin(ABC):
+    """The origin of a folder, which runs with another origin must not use. Fingerprints are SHA-256 in hexadecimal."""
 
     noun: ClassVar[str]
     """The name of the content in messages."""
@@ -69,7 +78,7 @@ class Identity(ABC):
         """Return the fields that depend on the target and its tokenizer."""
         return {
             "target": fingerprint,
-            "tokenizer": digest_of(tokenizer.get_vocab()),
+            "tokenizer": fingerprint_of(tokenizer.get_vocab()),
             "vocab_size": target.vocab_size,
             "dtype": str(target.dtype).removeprefix("torch."),
         }
@@ -101,7 +110,7 @@ class Writer(Protocol):
     """Runner of a target that computes a folder's tensors."""
 
     @property
-    def identity(self) -> Identity: ...
+    def origin(self) -> Origin: ...
 
     @property
     def batch_tokens(self) -> int:
@@ -119,14 +128,14 @@ def tokens_of_a_forward(vocab_size: int) -> int:
     return min(BATCH_TOKENS, _LOGITS // vocab_size)
 
 
-def estimate_bytes(examples: Sequence[Example], identity: Identity) -> int:
+def estimate_bytes(examples: Sequence[Example], origin: Origin) -> int:
     """Return the size of a folder for these examples, up to a few hundred bytes per file."""
-    return sum(map(identity.num_rows, examples)) * identity.row_bytes + identity.weight_bytes
+    return sum(map(origin.num_rows, examples)) * origin.row_bytes + origin.weight_bytes
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
-MadeFrom = TypeVar("MadeFrom", bound=Identity)
+MadeFrom = TypeVar("MadeFrom", bound=Origin)
 
 
 class Store(Generic[MadeFrom]):
@@ -135,29 +144,25 @@ class Store(Generic[MadeFrom]):
     Raises UserError if files are missing on this machine, because all machines must share the folder.
     """
 
-    def __init__(self, folder: Path, identity: MadeFrom, layout: ShardLayout) -> None:
+    def __init__(self, folder: Path, origin: MadeFrom, layout: ShardLayout) -> None:
         self._folder = folder
-        self.identity = identity
+        self.origin = origin
         self._layout = layout
         self._files: dict[str, Any] = {}
-        if missing := _missing(_files(identity, layout), folder, _stamp(identity, layout)):
+        if missing := _missing(_files(origin, layout), folder, _fingerprint(origin, layout)):
             raise UserError(
                 f"another process has written {missing[0]}, but {folder} here lacks it",
-                f"set {identity.setting} to a folder that all machines share",
+                f"set {origin.setting} to a folder that all machines share",
             )
-
-    def _weight(self, name: str) -> Tensor:
-        tensor: Tensor = self._open(WEIGHTS).get_tensor(name)
-        return tensor
 
     def _column(self, name: str, batch: Batch) -> list[Tensor]:
         assert len(batch.examples) == len(batch.tokens), "the batch lists its examples"
         assert min(batch.examples) >= 0, "only examples of the data set are stored"
-        found = []
+        rows_of = []
         for index in batch.examples:
             shard, rows = self._layout.find(index)
-            found.append(self._open(shard_name(shard)).get_slice(name)[rows])
-        return found
+            rows_of.append(self._open(shard_name(shard)).get_slice(name)[rows])
+        return rows_of
 
     def _open(self, name: str) -> Any:
         if name not in self._files:
@@ -165,29 +170,29 @@ class Store(Generic[MadeFrom]):
         return self._files[name]
 
 
-def _files(identity: Identity, layout: ShardLayout) -> list[str]:
+def _files(origin: Origin, layout: ShardLayout) -> list[str]:
     shards = [shard_name(shard) for shard in range(len(layout.shards))]
-    return [WEIGHTS, *shards] if identity.weight_bytes else shards
+    return [WEIGHTS, *shards] if origin.weight_bytes else shards
 
 
-def _stamp(identity: Identity, layout: ShardLayout) -> str:
-    return digest_of([asdict(identity), layout.shard_rows, layout.lengths])
+def _fingerprint(origin: Origin, layout: ShardLayout) -> str:
+    return fingerprint_of([asdict(origin), layout.shard_rows, layout.lengths])
 
 
-def _missing(names: Sequence[str], folder: Path, stamp: str, verify: bool = False) -> list[str]:
+def _missing(names: Sequence[str], folder: Path, fingerprint: str, verify: bool = False) -> list[str]:
     """Return the names of files that are missing, incomplete, of another origin or, with ``verify``, damaged."""
-    return [name for name in names if not is_whole(folder / name, stamp, verify)]
+    return [name for name in names if not is_whole(folder / name, fingerprint, verify)]
 
 
-def _read_manifest(folder: Path, identity: Identity) -> ShardLayout | None:
+def _read_manifest(folder: Path, origin: Origin) -> ShardLayout | None:
     """Return the layout of a folder; None without a manifest.
 
-    Raises UserError for a manifest that is unreadable or has another identity.
+    Raises UserError for a manifest that is unreadable or has another origin.
     """
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_text())
-        found, layout = content["identity"], ShardLayout(tuple(content["lengths"]), content["shard_tokens"])
+        recorded, layout = content["identity"], ShardLayout(tuple(content["lengths"]), content["shard_tokens"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -196,20 +201,19 @@ def _read_manifest(folder: Path, identity: Identity) -> ShardLayout | None:
             "start again if the disk failed for a moment, otherwise remove this file; intact shards of this data are "
             "reused",
         ) from error
-    names = [field.name for field in fields(identity)]
-    remedy = f"set {identity.setting} to another folder"
-    if found.keys() != set(names):
-        raise UserError(f"{folder} does not contain {identity.noun}", remedy)
-    if other := [name for name in names if found[name] != getattr(identity, name)]:
+    names = [field.name for field in fields(origin)]
+    remedy = f"set {origin.setting} to another folder"
+    if recorded.keys() != set(names):
+        raise UserError(f"{folder} does not contain {origin.noun}", remedy)
+    if other := [name for name in names if recorded[name] != getattr(origin, name)]:
         differing = ", ".join(
             f"other {name}"
             if name in ("target", "tokenizer", "data")
-            else f"{name} {found[name]} and not {getattr(identity, name)}"
+            else f"{name} {recorded[name]} and not {getattr(origin, name)}"
             for name in other
         )
         raise UserError(
-            f"{folder} contains {identity.noun} made with {differing}",
-            f"{remedy}, or delete this one to write it again",
+            f"{folder} contains {origin.noun} made with {differing}", f"{remedy}, or delete this one to write it again"
         )
     return layout
 
@@ -224,7 +228,7 @@ def ensure_store(
 
     Intact files stay untouched, so this may be killed and called again. Every process calls it, writes a share of the
     shards, and waits for the others and for other runs writing the same folder. A folder that is complete may be on a
-    disk without locks. Raises UserError if the folder was written with another identity, or the disk is too small.
+    disk without locks. Raises UserError if the folder was written with another origin, or the disk is too small.
     """
     with ExitStack() as held:
 
@@ -232,73 +236,74 @@ def ensure_store(
             try:
                 held.enter_context(hold(folder, process.say))
             except OSError:
-                identity, found = writer.identity, _read_manifest(folder, writer.identity)
-                if found is None or _missing(_files(identity, found), folder, _stamp(identity, found)):
+                origin, layout = writer.origin, _read_manifest(folder, writer.origin)
+                if layout is None or _missing(_files(origin, layout), folder, _fingerprint(origin, layout)):
                     raise
 
         on_first(hold_folder)
-        layout = agreed(lambda: _begin(writer.identity, examples, folder, shard_rows, process))
+        layout = agreed(lambda: _begin(writer.origin, examples, folder, shard_rows, process))
         agreed(lambda: _write_missing(writer, examples, folder, layout, process), patient=True)
     return layout
 
 
-def _begin(
-    identity: Identity, examples: Sequence[Example], folder: Path, shard_rows: int, process: Process
-) -> ShardLayout:
+def _begin(origin: Origin, examples: Sequence[Example], folder: Path, shard_rows: int, process: Process) -> ShardLayout:
     """Return the layout of a folder, after checking its disk; write the manifest of a new one."""
-    lengths = tuple(identity.num_rows(example) for example in examples)
-    found = _read_manifest(folder, identity)
-    begun = found is not None and found.lengths == lengths
-    layout = found if begun and found is not None else ShardLayout(lengths, shard_rows)
+    lengths = tuple(origin.num_rows(example) for example in examples)
+    stored = _read_manifest(folder, origin)
+    begun = stored is not None and stored.lengths == lengths
+    layout = stored if begun and stored is not None else ShardLayout(lengths, shard_rows)
     folder.mkdir(parents=True, exist_ok=True)
-    _check_space(folder, identity, layout)
-    rows, size, row = sum(lengths), estimate_bytes(examples, identity), identity.row
-    weights = f" and {identity.weight_bytes / 1e6:.1f} MB for the lm_head" if identity.weight_bytes else ""
-    line = f"{rows:,} {row}s in {folder}, {size / 1e9:.3f} GB: {identity.row_bytes:,} bytes a {row}{weights}"
-    process.say(f"{identity.noun}: {line}")
+    _check_space(folder, origin, layout)
+    rows, size, row = sum(lengths), estimate_bytes(examples, origin), origin.row
+    weights = f" and {origin.weight_bytes / 1e6:.1f} MB for the lm_head" if origin.weight_bytes else ""
+    line = f"{rows:,} {row}s in {folder}, {size / 1e9:.3f} GB: {origin.row_bytes:,} bytes a {row}{weights}"
+    process.say(f"{origin.noun}: {line}")
     if not begun and process.is_first:
-        made = {"identity": asdict(identity), "commit": commit(), "versions": versions()}
+        made = {"identity": asdict(origin), "commit": commit(), "versions": versions()}
         write_text(folder / MANIFEST, json.dumps({**made, "shard_tokens": shard_rows, "lengths": lengths}))
     return layout
 
 
-def _check_space(folder: Path, identity: Identity, layout: ShardLayout) -> None:
-    sizes = {shard_name(shard): layout.num_rows(shard) * identity.row_bytes for shard in range(len(layout.shards))}
-    sizes[WEIGHTS] = identity.weight_bytes
-    needed = sum(sizes[name] for name in _missing(_files(identity, layout), folder, _stamp(identity, layout)))
+def _check_space(folder: Path, origin: Origin, layout: ShardLayout) -> None:
+    sizes = {shard_name(shard): layout.num_rows(shard) * origin.row_bytes for shard in range(len(layout.shards))}
+    sizes[WEIGHTS] = origin.weight_bytes
+    needed = sum(sizes[name] for name in _missing(_files(origin, layout), folder, _fingerprint(origin, layout)))
     free = shutil.disk_usage(folder).free
     if needed and needed * 1.05 + _SPARE_BYTES > free:
         raise UserError(
-            f"the {identity.noun} would take {needed / 1e9:.2f} GB more, but {folder} has {free / 1e9:.2f} GB free "
+            f"the {origin.noun} would take {needed / 1e9:.2f} GB more, but {folder} has {free / 1e9:.2f} GB free "
             f"(5% and {_SPARE_BYTES / 1e9:.2f} GB are kept in reserve)",
-            f"set {identity.setting} to a larger disk, or lower data.max_rows",
+            f"set {origin.setting} to a larger disk, or lower data.max_rows",
         )
 
 
 def _write_missing(
     writer: Writer, examples: Sequence[Example], folder: Path, layout: ShardLayout, process: Process
 ) -> None:
-    identity, noun, row = writer.identity, writer.identity.noun, writer.identity.row
-    stamp = _stamp(identity, layout)
-    own = _files(identity, layout)[process.rank :: process.world]
-    missing = {*_missing(own, folder, stamp, verify=True)}
+    origin, noun, row = writer.origin, writer.origin.noun, writer.origin.row
+    fingerprint = _fingerprint(origin, layout)
+    own = _files(origin, layout)[process.rank :: process.world]
+    missing = {*_missing(own, folder, fingerprint, verify=True)}
     for name in sorted(name for name in missing if is_begun(folder / name)):
         say(process.console, f"{noun}: {name} was damaged or incomplete and is written again")
     if WEIGHTS in missing:
-        write_sealed(folder / WEIGHTS, writer.weights(), stamp)
+        write_sealed(folder / WEIGHTS, writer.weights(), fingerprint)
     shards = [shard for shard in range(len(layout.shards)) if shard_name(shard) in missing]
     to_write = sum(layout.num_rows(shard) for shard in shards)
     with ProgressBar(process.console, f"writing the {noun}", None, active=process.is_first) as bar:
         for shard in shards:
-            columns = identity.columns().items()
+            columns = origin.columns().items()
             rows = layout.num_rows(shard)
             tensors = {name: torch.empty(rows, *shape, dtype=dtype) for name, (dtype, shape) in columns}
             for indices in _batches(layout.shards[shard], examples, layout, writer.batch_tokens):
                 batch = collate([examples[index] for index in indices], indices)
-                _fill(tensors, layout, batch, writer.compute_columns(batch))
+                computed, counts = writer.compute_columns(batch), [layout.lengths[index] for index in indices]
+                for name, tensor in tensors.items():
+                    for index, part in zip(indices, computed[name].cpu().split(counts), strict=True):
+                        tensor[layout.find(index)[1]] = part.to(tensor.dtype)
                 written = bar.completed + sum(layout.lengths[index] for index in indices)
                 bar.update(written, total=to_write, note=f"{written / bar.seconds:,.0f} {row}s/s")
-            write_sealed(folder / shard_name(shard), tensors, stamp)
+            write_sealed(folder / shard_name(shard), tensors, fingerprint)
     if bar.completed:
         process.say(f"{noun}: {bar.completed:,} {row}s written here, {bar.completed / bar.seconds:,.0f} {row}s/s")
 
@@ -315,10 +320,3 @@ def _batches(
         count = max(1, batch_tokens // len(examples[order[0]].tokens))
         yield order[:count]
         order = order[count:]
-
-
-def _fill(tensors: dict[str, Tensor], layout: ShardLayout, batch: Batch, found: dict[str, Tensor]) -> None:
-    counts = [layout.lengths[index] for index in batch.examples]
-    for name, tensor in tensors.items():
-        for index, rows in zip(batch.examples, found[name].cpu().split(counts), strict=True):
-            tensor[layout.find(index)[1]] = rows.to(tensor.dtype)

@@ -23,12 +23,12 @@ from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.forward import capture_lm_head_input
 from trainer.data.batch import Batch, Example
-from trainer.files.folders import digest_of_each
+from trainer.files.folders import fingerprint_of_all
 from trainer.learning.losses import KnownLogits, SampledTailTeacher
 from trainer.processes import Process
 from trainer.recipe.draft import TeacherSection
 from trainer.target.loading import Target
-from trainer.target.store import Column, Identity, Store, ensure_store, tokens_of_a_forward
+from trainer.target.store import Column, Origin, Store, ensure_store, tokens_of_a_forward
 
 _SEED = 20_170_706  # seed of the sample, the same in every cache
 _TWO_BYTES = 1 << 16
@@ -36,8 +36,8 @@ _IN_CACHE, _AT_ONCE = 1 << 20, 1 << 25  # probabilities to draw from at a time, 
 
 
 @dataclass(frozen=True)
-class TeacherIdentity(Identity):
-    """The origin of a cache. ``data``: digest of the contents of all examples."""
+class TeacherOrigin(Origin):
+    """The origin of a cache. ``data``: fingerprint of the contents of all examples."""
 
     noun: ClassVar[str] = "teacher logits"
     row: ClassVar[str] = "position"
@@ -56,16 +56,16 @@ class TeacherIdentity(Identity):
         examples: Sequence[Example],
         section: TeacherSection,
         temperature: float,
-    ) -> "TeacherIdentity":
-        """Return the identity of these examples' cache; raise UserError if top_k leaves nothing to sample."""
+    ) -> "TeacherOrigin":
+        """Return the origin of these examples' cache; raise UserError if top_k leaves nothing to sample."""
         if section.top_k >= target.vocab_size:
             raise UserError(
                 f"draft.teacher.top_k is {section.top_k}, but the target has {target.vocab_size} tokens: lower it to "
                 "leave some to sample"
             )
-        return TeacherIdentity(
-            **Identity.of_target(target, fingerprint, tokenizer),
-            data=digest_of_each(example.content() for example in examples),
+        return TeacherOrigin(
+            **Origin.of_target(target, fingerprint, tokenizer),
+            data=fingerprint_of_all(example.content() for example in examples),
             top_k=section.top_k,
             tail=section.tail,
             temperature=temperature,
@@ -92,11 +92,11 @@ class TeacherWriter:
     """
 
     target: CausalLM
-    identity: TeacherIdentity
+    origin: TeacherOrigin
 
     @property
     def batch_tokens(self) -> int:
-        return tokens_of_a_forward(self.identity.vocab_size)
+        return tokens_of_a_forward(self.origin.vocab_size)
 
     def weights(self) -> dict[str, Tensor]:
         """Return an empty dict, because all tensors in this store belong to examples."""
@@ -105,21 +105,21 @@ class TeacherWriter:
     @torch.inference_mode()
     def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
         """Return the rows of the labelled positions; logits at other positions are not computed."""
-        identity, labelled, model = self.identity, batch.labelled(1), self.target.model
+        origin, labelled, model = self.origin, batch.labelled(1), self.target.model
         of_labels = capture_lm_head_input(model, lambda hidden: hidden[labelled.to(hidden.device)][None])
         with of_labels:
             inputs = batch.to(self.target.device).model_inputs()
             logits: Tensor = model(**inputs, use_cache=False).logits[0]
         counts = labelled.sum(1).tolist()
-        uniforms = torch.cat([_uniforms(*row, identity.tail) for row in zip(batch.examples, counts, strict=True)])
+        uniforms = torch.cat([_uniforms(*row, origin.tail) for row in zip(batch.examples, counts, strict=True)])
         size = max(1, (_IN_CACHE if logits.device.type == "cpu" else _AT_ONCE) // logits.shape[1])
         parts = [self._kept(*part) for part in zip(logits.split(size), uniforms.split(size), strict=True)]
-        return {name: torch.cat([part[name] for part in parts]) for name in identity.columns()}
+        return {name: torch.cat([part[name] for part in parts]) for name in origin.columns()}
 
     def _kept(self, logits: Float[Tensor, "rows vocab"], uniforms: Float[Tensor, "rows tail"]) -> dict[str, Tensor]:
-        logits = logits.to(self.identity.torch_dtype)  # rounded first, because the total belongs to the stored logits
-        scores = logits.float() / self.identity.temperature
-        best = logits.topk(self.identity.top_k).indices
+        logits = logits.to(self.origin.torch_dtype)  # rounded first, because the total belongs to the stored logits
+        scores = logits.float() / self.origin.temperature
+        best = logits.topk(self.origin.top_k).indices
         tokens = torch.cat((best, sample_tail(scores, best, uniforms.to(logits.device))), 1)
         return {
             "ids": (tokens % _TWO_BYTES).to(torch.uint16),
@@ -149,27 +149,27 @@ def sample_tail(
     return torch.where(rest.gather(1, drawn) > 0, drawn, rest.argmax(-1, keepdim=True))
 
 
-class TeacherStore(Store[TeacherIdentity]):
+class TeacherStore(Store[TeacherOrigin]):
     """A teacher cache on disk, memory-mapped."""
 
     def read(self, batch: Batch) -> dict[str, Tensor]:
         """Return the columns of the labelled positions, ordered as ``x[batch.labelled(1)]``, on the host."""
-        columns = {name: self._column(name, batch) for name in self.identity.columns()}
+        columns = {name: self._column(name, batch) for name in self.origin.columns()}
         counts = [len(rows) for rows in columns["log_total"]]
         assert counts == batch.labelled(1).sum(1).tolist(), "batch and cache have the same labels"
         return {name: torch.cat(rows) for name, rows in columns.items()}
 
     def for_batch(
-        self, batch: Batch, places: Tensor | None = None, stored: Mapping[str, Tensor] | None = None
+        self, batch: Batch, positions: Tensor | None = None, stored: Mapping[str, Tensor] | None = None
     ) -> SampledTailTeacher:
         """Return the teacher of the labelled positions, on the device of ``stored``: fp32 logits over temperature."""
-        identity, whole = self.identity, self.read(batch) if stored is None else stored
+        origin, whole = self.origin, self.read(batch) if stored is None else stored
         tokens = whole["ids"].long()
         if "high_ids" in whole:
             tokens += whole["high_ids"].long() * _TWO_BYTES
-        logits = whole["logits"].float() / identity.temperature
-        known = KnownLogits(logits, tokens, whole["log_total"], drawn=identity.tail)
-        return SampledTailTeacher(known, identity.temperature)
+        logits = whole["logits"].float() / origin.temperature
+        known = KnownLogits(logits, tokens, whole["log_total"], drawn=origin.tail)
+        return SampledTailTeacher(known, origin.temperature)
 
 
 def ensure_teacher_cache(
@@ -179,7 +179,7 @@ def ensure_teacher_cache(
 
     Every process calls this and waits for the others.
     """
-    identity = TeacherIdentity.of(target.model, target.fingerprint, target.tokenizer, examples, section, temperature)
+    origin = TeacherOrigin.of(target.model, target.fingerprint, target.tokenizer, examples, section, temperature)
     folder = Path(section.folder)
-    layout = ensure_store(TeacherWriter(target.model, identity), examples, folder, section.shard_tokens, process)
-    return TeacherStore(folder, identity, layout)
+    layout = ensure_store(TeacherWriter(target.model, origin), examples, folder, section.shard_tokens, process)
+    return TeacherStore(folder, origin, layout)

@@ -178,22 +178,15 @@ class ProgressBar:
         self._bar.update(self._task, completed=self.completed, total=self._total, note=self._note)
         if self._lines and self._clock() - self._last_line >= LINE_SECONDS:
             self._last_line = self._clock()
-            say(self._console, self._line())
-
-    def _line(self) -> str:
-        done = f"{self.completed:,}" if self._total is None else f"{self.completed:,}/{self._total:,}"
-        parts = [f"{self._description}: {done}", self._note, self._left()]
-        return ", ".join(part for part in parts if part)
+            done = f"{self.completed:,}" if self._total is None else f"{self.completed:,}/{self._total:,}"
+            say(self._console, ", ".join(filter(None, (f"{self._description}: {done}", self._note, self._left()))))
 
     def _left(self) -> str:
         """Estimate the time left from the pace so far; empty if unknown."""
         done = self.completed - self._before
         if self._total is None or done <= 0 or self.completed >= self._total:
             return ""
-        return f"about {_duration(self.seconds / done * (self._total - self.completed))} left"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+        left = self.seconds / done * (self._total - self.completed)
+        if left < 90:
+            return f"about {left:.0f} s left"
+        return f"about {left / 60:.0f} min left" if left < 90 * 60 else f"about {left / 3600:.1f} h left"

@@ -1,6 +1,12 @@
-"""Exit codes of every command; docs/reference/commands.md shows the same table."""
+"""How programs end: exit codes of every command (docs/reference/commands.md shows the same table), and stop signals."""
 
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
+from types import FrameType
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -37,3 +43,31 @@ class Stopped(Exception):  # not an error, because the work can be resumed
     def __init__(self, message: str, code: ExitCode = ExitCode.TERMINATED) -> None:
         super().__init__(message)
         self.code = code
+
+
+@contextmanager
+def stop_signals() -> Iterator[Callable[[], int]]:
+    """Yield a function that returns the first SIGTERM or SIGINT received, or 0; a second signal acts as usual.
+
+    The death of the launcher counts as a SIGTERM, because ``accelerate launch`` does not forward the signal to a single
+    process, and nothing else stops the processes of a killed ``torchrun``.
+    """
+    received: list[int] = []
+    launched = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()  # set by launchers
+    parent = os.getppid() if launched else None
+    previous: dict[int, Any] = {}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        signal.signal(number, previous[number])
+
+    def orphaned() -> int:
+        return int(signal.SIGTERM) if parent is not None and os.getppid() != parent else 0
+
+    for number in (int(signal.SIGTERM), int(signal.SIGINT)):
+        previous[number] = signal.signal(number, note)
+    try:
+        yield lambda: received[0] if received else orphaned()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,6 +1,7 @@
-"""Export of DSpark, DFlash and EAGLE-3 drafts, which read the target's states, flat or in speculators' nested layout.
+"""Formats of whole folders, read back and compared: heads, drafts, and drafts that read the target's states.
 
-The flat layouts are DeepSpec's, which training also writes, and EAGLE's. vLLM loads all three, SGLang only flat ones.
+A draft is a plain transformers folder. DSpark, DFlash and EAGLE-3 drafts have flat layouts, DeepSpec's (which training
+also writes) and EAGLE's, or speculators' nested layout. vLLM loads all three, SGLang only flat ones.
 """
 
 import json
@@ -10,25 +11,160 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from decoding.drafters.draft_model import DraftModelDrafter
 from decoding.drafters.dspark import DSparkDrafter
 from decoding.drafters.eagle3 import Eagle3Drafter
+from decoding.drafters.medusa import MedusaDrafter
 from decoding.errors import UserError
-from decoding.files.stored import CONFIG_NAME, read_object, read_weights, stored_weights, write_weights
+from decoding.files.fingerprint import TOKENIZER_PROBE
+from decoding.files.folder import read_output_tokens, write_output_tokens
+from decoding.files.stored import CONFIG_NAME, check_finite, read_object, read_weights, stored_weights, write_weights
 from decoding.measure.redact import hub_repository
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_config import SLIDING, DSparkConfig
 from decoding.model.dspark_draft import DSparkDraft
 from decoding.model.eagle3_config import Eagle3Config, is_eagle3_folder
 from decoding.model.eagle3_draft import Eagle3Draft
-from decoding.model.loading import load_dspark, load_eagle3
+from decoding.model.heads import MedusaHeads, read_config
+from decoding.model.loading import load_draft, load_dspark, load_eagle3, load_heads, load_model, load_tokenizer
 from decoding.model.vocabulary import tokens_of
 from trainer.export.companions import chain_length, target_name
 from trainer.export.readback import Readers, check_bit_equal
 from trainer.export.task import NESTED, Artefact, ExportTask
+from trainer.files.transformers4 import write_model
+
+_AGAIN = "export again"
+
+
+# --- heads ------------------------------------------------------------------------------------------------------------
+
+
+def write_heads(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
+    """Write heads in the format that `MedusaHeads` reads, read them back and compare."""
+    folder, heads = task.folder, MedusaHeads.from_pretrained(task.source)
+    if task.tree:
+        heads.config = replace(heads.config, tree=task.tree)
+    heads.save_pretrained(folder)
+    config, state = heads.config, heads.state_dict()
+    if read_config(folder) != config:
+        raise UserError(f"the config in {folder} differs from what was written: {_AGAIN}")
+    check_bit_equal(state, stored_weights(folder, _AGAIN), folder)
+    artefact = Artefact(
+        format=task.format,
+        parameters=sum(parameter.numel() for parameter in heads.parameters()),
+        dtype=str(next(heads.parameters()).dtype).removeprefix("torch."),
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        heads=config.num_heads,
+        layers=config.num_layers,
+        tree_nodes=len(config.tree),
+        shared_lm_head=config.shared_lm_head,
+        markov_rank=config.markov_rank,
+    )
+    return artefact, (f"{len(state)} tensors and the tree read back bit-equal",)
+
+
+def heads_readers(task: ExportTask, target: CausalLM) -> Readers:
+    """Return readers of the trained heads and the exported ones; both draft the exported tree."""
+    trained = lambda: MedusaDrafter(load_heads(task.source, target), task.tree or None)  # noqa: E731
+    return [(trained, lambda: MedusaDrafter(load_heads(task.folder, target)))]
+
+
+# --- drafts -----------------------------------------------------------------------------------------------------------
+
+_PROBE_LENGTH = 16
+
+
+def write_draft_model(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
+    """Write the draft, read it back, and compare weights, logits and tokenizer."""
+    source, folder = task.source, task.folder
+    model, tokenizer = _load(source)
+    if hasattr(model.config, "auto_map"):
+        del model.config.auto_map  # it refers to code that is not exported
+    check_finite(dict(model.named_parameters()), f"{source}", "use an earlier checkpoint, or train the draft again")
+    write_model(model, tokenizer, folder)
+    if (output_tokens := read_output_tokens(model, str(source))) is not None:
+        write_output_tokens(folder, output_tokens)
+    read_model, read_tokenizer = _load(folder)
+    check_bit_equal(model.state_dict(), read_model.state_dict().items(), folder)
+    check_bit_equal({"logits": probe_logits(model)}, [("logits", probe_logits(read_model))], folder)
+    _check_same_tokenizer(tokenizer, read_tokenizer, folder)
+    compared = f"{len(model.state_dict())} tensors, the logits of a {_PROBE_LENGTH}-token probe and the tokenizer"
+    artefact = describe_model(model, task.format, str(model.dtype).removeprefix("torch."))
+    return artefact, (f"{compared} read back bit-equal",)
+
+
+def draft_readers(task: ExportTask, target: CausalLM) -> Readers:
+    """Return readers of the trained draft and the exported one."""
+
+    def chain(folder: Path) -> DraftModelDrafter:
+        draft = load_draft(str(folder), target, None, task.trust_remote_code)
+        return DraftModelDrafter(draft, chain_length(task.source))
+
+    return [(lambda: chain(task.source), lambda: chain(task.folder))]
+
+
+def describe_model(model: PreTrainedModel, format: str, dtype: str) -> Artefact:
+    """Return the card's description of a model."""
+    return Artefact(
+        format=format,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        dtype=dtype,
+        hidden_size=model.config.hidden_size,
+        vocab_size=model.config.vocab_size,
+        layers=model.config.num_hidden_layers,
+    )
+
+
+def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load model and tokenizer from a local folder, in the stored dtype, on the CPU."""
+    model = load_model(str(folder), "auto", torch.device("cpu"))
+    try:
+        tokenizer = load_tokenizer(str(folder))
+    except UserError as error:
+        if any(folder.glob("tokenizer*")):
+            raise
+        raise UserError(
+            f"{folder} contains no tokenizer, but servers need one: save the target's tokenizer there"
+        ) from error
+    # The tokenizer of another model has far more or far fewer tokens. Small differences are common: an added padding
+    # token, or a padded vocabulary.
+    highest, knows = max(tokenizer.get_vocab().values(), default=-1), model.config.get_text_config().vocab_size
+    if highest >= knows + max(64, knows // 100) or highest + 1 < knows - max(1024, knows // 100):
+        raise UserError(
+            f"the tokenizer in {folder} has token ids up to {highest}, but the draft's end at {knows - 1}: put the "
+            "tokenizer of the draft's target there"
+        )
+    return model, tokenizer
+
+
+@torch.inference_mode()
+def probe_logits(model: PreTrainedModel) -> torch.Tensor:
+    """Return the logits (1, positions, vocab) of a fixed text with token ids spread over the vocabulary."""
+    tokens = torch.arange(_PROBE_LENGTH) * max(model.config.vocab_size // _PROBE_LENGTH, 1) % model.config.vocab_size
+    logits: torch.Tensor = model(tokens[None]).logits
+    return logits
+
+
+def _check_same_tokenizer(written: PreTrainedTokenizerBase, read: PreTrainedTokenizerBase, folder: Path) -> None:
+    same = (
+        written.get_vocab() == read.get_vocab()
+        and written.chat_template == read.chat_template
+        and written.all_special_ids == read.all_special_ids
+        and written(TOKENIZER_PROBE)["input_ids"] == read(TOKENIZER_PROBE)["input_ids"]
+    )
+    if not same:
+        raise UserError(
+            f"the tokenizer in {folder} changed when this version of transformers saved it: save it again with the "
+            "version that made it"
+        )
+
+
+# --- drafts that read the target's states -----------------------------------------------------------------------------
 
 StateDraft = DSparkDraft | Eagle3Draft
-_AGAIN = "export again"
 _OF_LAYERS = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act"),
     *("num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings", "attention_bias"),
@@ -57,10 +193,10 @@ def served_config(config: DSparkConfig) -> DSparkConfig:
     return replace(config, enable_confidence_head=wanted)
 
 
-def describe(draft: StateDraft, format: str, dtype: str) -> Artefact:
+def describe_state_draft(draft: StateDraft, format: str, dtype: str) -> Artefact:
     """Return the card's description of a draft."""
     config = draft.config
-    found = Artefact(
+    artefact = Artefact(
         format=format,
         parameters=sum(parameter.numel() for parameter in draft.parameters()),
         dtype=dtype,
@@ -69,11 +205,11 @@ def describe(draft: StateDraft, format: str, dtype: str) -> Artefact:
         layers=config.num_hidden_layers,
     )
     if isinstance(config, Eagle3Config):
-        return replace(found, eagle3=True)
-    return replace(found, tree_nodes=len(config.tree), markov_rank=config.markov_rank, at_once=config.block_size)
+        return replace(artefact, eagle3=True)
+    return replace(artefact, tree_nodes=len(config.tree), markov_rank=config.markov_rank, at_once=config.block_size)
 
 
-def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
+def write_state_draft(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     """Write the draft, a DSpark draft with the task's tree if it has one; read it back and compare.
 
     Raises UserError for a draft that the layout cannot describe.
@@ -87,7 +223,7 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     content, config = read_object(path, _AGAIN), draft.config
     if isinstance(config, Eagle3Config) and config.target_layer_ids:
         content |= config.named_layers()  # default ones too, because they may be those of another depth
-    artefact = describe(draft, task.format, content["dtype"])
+    artefact = describe_state_draft(draft, task.format, content["dtype"])
     if nests:
         content = nested(content, artefact.method, artefact.at_once or chain_length(task.source), task.target)
         _nest_weights(task.folder, draft)
@@ -155,7 +291,7 @@ def _nest_weights(folder: Path, draft: StateDraft) -> None:
     write_weights(folder, weights)
 
 
-def readers(task: ExportTask, target: CausalLM) -> Readers:
+def state_draft_readers(task: ExportTask, target: CausalLM) -> Readers:
     """Return readers of the trained draft and the exported one; both draft the exported tree, or a chain."""
     if is_eagle3_folder(task.source):
         tokens = chain_length(task.source)

@@ -28,23 +28,23 @@ from decoding.model.vocabulary import over_vocabulary
 from decoding.rules.best_tree import best_tree
 from trainer.data.batch import Batch, flat_rows
 from trainer.learning.fused import Bias, FusedLoss, fused_loss
-from trainer.learning.losses import HiddenTeacher, LossMix, Places, Teacher
+from trainer.learning.losses import HiddenTeacher, LabelGroups, LossMix, Teacher
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums, rank_shares
 from trainer.recipe.heads import HeadsSection
-from trainer.target.least_squares import Start, start_bias
+from trainer.target.initial import Start, start_bias
 from trainer.target.loading import HiddenStates, LogitTransform
 
 
 class HeadLabels(NamedTuple):
-    """The labels of all heads. Heads that predict the same token of a text share a place."""
+    """The labels of all heads. Heads that predict the same token of a text share its label."""
 
     states: tuple[Int[Tensor, " labels"], ...]
-    """Indices in the flattened batch of the states from which each head predicts: see `head_places`."""
-    text: Int[Tensor, " places"]
+    """Indices in the flattened batch of the states from which each head predicts: see `head_positions`."""
+    text: Int[Tensor, " groups"]
     """Indices of the previous tokens, from whose states the target predicts the labels."""
-    places: Places
+    groups: LabelGroups
     order: Int[Tensor, " rows"]
-    """Order of the rows by place, as indices into the rows of all heads, one head after another."""
+    """Order of the rows by label, as indices into the rows of all heads, one head after another."""
     heads: Int[Tensor, " rows"]
     """Each row's head, in that order."""
 
@@ -54,11 +54,11 @@ class HeadLabels(NamedTuple):
 
         State and label are in the same row, so the offset of head k is k + 2 in the flattened batch.
         """
-        states = head_places(batch, num_heads)
-        text = torch.cat([places + k + 1 for k, places in enumerate(states)])
-        head = torch.arange(num_heads).repeat_interleave(torch.tensor([len(places) for places in states]))
-        order, distinct, places = Places.of(text)
-        return HeadLabels(states, distinct, places, order, head[order])
+        states = head_positions(batch, num_heads)
+        text = torch.cat([positions + k + 1 for k, positions in enumerate(states)])
+        head = torch.arange(num_heads).repeat_interleave(torch.tensor([len(positions) for positions in states]))
+        order, distinct, groups = LabelGroups.of(text)
+        return HeadLabels(states, distinct, groups, order, head[order])
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class HeadInputs:
     transform: LogitTransform | None = None
 
 
-class HeadsAhead(NamedTuple):
+class HeadsPrefetch(NamedTuple):
     """Parts of `HeadInputs` that do not need the target to run."""
 
     labels: HeadLabels
@@ -102,11 +102,11 @@ class MedusaTraining(nn.Module):
             return sums()
         # Inside the layer's forward pass, because a sharded weight is whole only there.
         before = inputs.batch.tokens.flatten()[inputs.labels.text]
-        found: TermSums = markov.output(markov.embedding(before), lambda *factors: sums(Bias(*factors)))
-        return found
+        biased: TermSums = markov.output(markov.embedding(before), lambda *factors: sums(Bias(*factors)))
+        return biased
 
     def _sums_together(self, inputs: HeadInputs, scale: Tensor | None, bias: Bias | None = None) -> TermSums:
-        """Return the sums of heads that share the target's lm_head, by one loss; ``bias`` has a row for each place."""
+        """Return the sums of heads that share the target's lm_head, by one loss; ``bias`` has a row for each group."""
         labels, count, own = inputs.labels, len(self.heads.heads), self.heads.lm_head
         features = torch.cat([self._features(k, inputs) for k in range(count)]).index_select(0, labels.order)
         read = partial(
@@ -114,27 +114,27 @@ class MedusaTraining(nn.Module):
             labels=inputs.batch.tokens.flatten()[labels.text + 1],
             mix=self._mix,
             teacher=self._teacher(inputs, labels.text),
-            places=labels.places,
+            groups=labels.groups,
             row_weights=None if scale is None else scale[labels.heads],
             bias=bias,
             tokens=self.heads.output_tokens,
         )
         if own is None:
             assert inputs.lm_head is not None, "heads without an lm_head need the target's"
-            found: FusedLoss = read(features, inputs.lm_head)
+            loss: FusedLoss = read(features, inputs.lm_head)
         else:
-            found = own(features, read=read)
-        return TermSums.of_rows(found, labels.heads, count, self._loss.soft)
+            loss = own(features, read=read)
+        return TermSums.of_rows(loss, labels.heads, count, self._loss.soft)
 
     def _sums_apart(self, inputs: HeadInputs, scale: Tensor | None, bias: Bias | None = None) -> TermSums:
-        """Return the sums of heads that each have an lm_head; ``bias`` has a row for each place."""
+        """Return the sums of heads that each have an lm_head; ``bias`` has a row for each group."""
         losses, hits = [], []
         for k, states in enumerate(inputs.labels.states):
             before = states + k + 1
             own = None
             if bias is not None:
-                places = torch.searchsorted(inputs.labels.text, before)
-                own = Bias(bias.hidden.index_select(0, places), bias.weight)
+                groups = torch.searchsorted(inputs.labels.text, before)
+                own = Bias(bias.hidden.index_select(0, groups), bias.weight)
             read = partial(
                 fused_loss,
                 labels=inputs.batch.tokens.flatten()[before + 1],
@@ -142,9 +142,9 @@ class MedusaTraining(nn.Module):
                 teacher=self._teacher(inputs, before),
                 bias=own,
             )
-            found: FusedLoss = self.heads.heads[k].lm_head(self._features(k, inputs), read=read)  # type: ignore[operator]  # ModuleList's items
-            losses.append(found.loss)
-            hits.append(found.accepted.sum() if self._loss.soft else found.correct.sum())
+            loss: FusedLoss = self.heads.heads[k].lm_head(self._features(k, inputs), read=read)  # type: ignore[operator]  # ModuleList's items
+            losses.append(loss.loss)
+            hits.append(loss.accepted.sum() if self._loss.soft else loss.correct.sum())
         return TermSums.of(torch.stack(losses), torch.stack(hits), scale)
 
     def _features(self, k: int, inputs: HeadInputs) -> Float[Tensor, "labels hidden"]:
@@ -202,16 +202,16 @@ def check_init(section: HeadsSection, **sizes: int) -> None:
     """
     if section.init is None:
         return
-    found = read_config(local_folder(section.init))
-    if section.vocabulary is not None and found.outputs > section.vocabulary:
+    held = read_config(local_folder(section.init))
+    if section.vocabulary is not None and held.outputs > section.vocabulary:
         raise UserError(
-            f"the heads in heads.init, {section.init}, write {found.outputs} tokens, more than {section.vocabulary}: "
+            f"the heads in heads.init, {section.init}, write {held.outputs} tokens, more than {section.vocabulary}: "
             "leave heads.vocabulary out to keep them"
         )
     for name, wanted in ({name: getattr(section, name) for name in _SHAPE} | sizes).items():
-        if wanted not in (None, getattr(found, name)):
+        if wanted not in (None, getattr(held, name)):
             raise UserError(
-                f"the heads in heads.init, {section.init}, have {name} {getattr(found, name)} and not {wanted}: change "
+                f"the heads in heads.init, {section.init}, have {name} {getattr(held, name)} and not {wanted}: change "
                 "the recipe's heads section, or start from other heads"
             )
 
@@ -297,32 +297,29 @@ class MedusaObjective:
     def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
         return head_counts(batch, len(self.terms))
 
-    def ahead(self, batch: Batch, step: int) -> HeadsAhead:
-        return HeadsAhead(HeadLabels.of(batch, len(self.terms)), self._states.read(batch))
+    def prefetch(self, batch: Batch, step: int) -> HeadsPrefetch:
+        return HeadsPrefetch(HeadLabels.of(batch, len(self.terms)), self._states.read(batch))
 
-    def inputs(self, batch: Batch, step: int, ahead: HeadsAhead | None = None) -> tuple[Any, ...]:
+    def inputs(self, batch: Batch, step: int, prefetched: HeadsPrefetch | None = None) -> tuple[Any, ...]:
         states, section = self._states, self._section
-        labels, stored = ahead or self.ahead(batch, step)
+        labels, stored = prefetched or self.prefetch(batch, step)
         hidden = states.hidden(batch) if stored is None else stored
         uses_lm_head = section.shared_lm_head or section.loss.soft
-        lm_head = self._lm_head_on(batch.tokens.device) if uses_lm_head else None
+        # A target spread over devices may keep its lm_head on another device.
+        device, lm_head = batch.tokens.device, self._lm_head if uses_lm_head else None
+        if uses_lm_head and (lm_head is None or lm_head.device != device):
+            lm_head = self._lm_head = states.lm_head.to(device)
         return (HeadInputs(batch, hidden, labels, lm_head, states.transform),)
 
-    def _lm_head_on(self, device: torch.device) -> Float[Tensor, "vocab hidden"]:
-        """Return the target's lm_head on the heads' device; a target spread over devices may keep it elsewhere."""
-        if self._lm_head is None or self._lm_head.device != device:
-            self._lm_head = self._states.lm_head.to(device)
-        return self._lm_head
-
     def drafter(self) -> Drafter:
-        return named_drafter("heads", heads_for_decoding(self.heads, self._dtype))
+        return named_drafter("heads", decoding_copy(self.heads, self._dtype))
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
         """Fit the tree to the heads: choose the paths that are most often right on greedy texts of the target."""
         fit_tree(self.heads, target, texts(), self._section.tree_nodes)
 
     def save(self, folder: Path) -> None:
-        heads_for_decoding(self.heads, self._dtype).save_pretrained(folder)
+        decoding_copy(self.heads, self._dtype).save_pretrained(folder)
 
 
 def head_counts(batch: Batch, num_heads: int) -> Float[Tensor, " heads"]:
@@ -330,12 +327,12 @@ def head_counts(batch: Batch, num_heads: int) -> Float[Tensor, " heads"]:
     return torch.stack([batch.labelled(k + 2).sum() for k in range(num_heads)])
 
 
-def head_places(batch: Batch, num_heads: int) -> tuple[Int[Tensor, " labels"], ...]:
+def head_positions(batch: Batch, num_heads: int) -> tuple[Int[Tensor, " labels"], ...]:
     """Return the indices of each head's labels in the flattened batch."""
-    return tuple(batch.label_places(k + 2) for k in range(num_heads))
+    return tuple(batch.label_positions(k + 2) for k in range(num_heads))
 
 
-def heads_for_decoding(heads: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:
+def decoding_copy(heads: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:
     """Return a copy in ``dtype`` for decoding while training continues, without a second copy in fp32."""
     cast = {id(p): nn.Parameter(p.detach().to(dtype, copy=True), p.requires_grad) for p in heads.parameters()}
     return copy.deepcopy(heads, cast).eval()  # deepcopy uses what its memo contains already
@@ -343,7 +340,7 @@ def heads_for_decoding(heads: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:
 
 def fit_tree(heads: MedusaHeads, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]], tree_nodes: int) -> None:
     """Set the heads' tree to the best one with ``tree_nodes`` drafted nodes, by their accuracies on these texts."""
-    accuracies = rank_accuracies(target, heads_for_decoding(heads, target.dtype), texts)
+    accuracies = rank_accuracies(target, decoding_copy(heads, target.dtype), texts)
     heads.config = replace(heads.config, tree=best_tree(accuracies, tree_nodes))
 
 

@@ -1,11 +1,12 @@
-"""First weights of heads and Markov biases, fitted by least squares to the target's own states instead of random.
+"""What new heads and drafts take from target and data: the tokens that they write, and fitted first weights.
 
-An lm_head predicts well from inputs that resemble the target's own last states. Therefore this regression is already a
-speculator: y = A_k x + a_k + T[b] for head k, where y is the state from which the target predicts a token, x is the
-state that the head reads, and b is the token before the predicted one. Measured on SmolLM2-135M-Instruct, its
-acceptance at the first token is 0.35 after one pass over 58,000 tokens, where 90 steps of gradient descent from the
-identity reach 0.27. Training starts from there. T is the same for all heads; of rank r, it is a
-`decoding.model.markov.MarkovBias` once the lm_head has been applied.
+First weights of heads and Markov biases are fitted by least squares to the target's own states. An lm_head predicts
+well from inputs that resemble the target's own last states. Therefore this regression is already a speculator:
+y = A_k x + a_k + T[b] for head k, where y is the state from which the target predicts a token, x is the state that the
+head reads, and b is the token before the predicted one. Measured on SmolLM2-135M-Instruct, its acceptance at the first
+token is 0.35 after one pass over 58,000 tokens, where 90 steps of gradient descent from the identity reach 0.27.
+Training starts from there. T is the same for all heads; of rank r, it is a `decoding.model.markov.MarkovBias` once the
+lm_head has been applied.
 """
 
 from collections.abc import Sequence
@@ -15,10 +16,56 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from decoding.errors import UserError
+from decoding.model.causal_lm import CausalLM
+from decoding.model.loading import eos_token_ids
 from decoding.model.markov import MarkovBias
+from decoding.model.vocabulary import most_frequent_tokens
 from trainer.data.batch import Example, collate, flat_rows
+from trainer.processes import Process
 from trainer.target.loading import HiddenStates
+
+# --- vocabularies -----------------------------------------------------------------------------------------------------
+
+
+def most_frequent_trained(
+    count: int,
+    known: int,
+    target: CausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    setting: str = "draft.vocabulary",
+) -> tuple[int, ...]:
+    """Return the most frequent trained tokens below ``known``, and all tokens that end a text.
+
+    ``setting`` is the recipe's name of ``count``, for messages.
+    """
+    if count > known:
+        raise UserError(f"{setting} is {count} but target and drafter share {known} tokens: lower it")
+    ends = {*eos_token_ids(target.model, tokenizer)}
+    if tokenizer.eos_token_id is not None:
+        ends.add(tokenizer.eos_token_id)
+    always = sorted(token for token in ends if token < known)
+    if count < len(always):
+        raise UserError(f"{setting} is {count} but {len(always)} tokens end texts: raise it above this number")
+    texts = (predicted[predicted < known].tolist() for predicted in map(Example.predicted, examples))
+    return most_frequent_tokens(texts, count, known, always)
+
+
+def say_coverage(
+    process: Process, drafter: str, examples: Sequence[Example], tokens: Int[Tensor, " outputs"] | None
+) -> None:
+    """Print which share of the trained tokens a drafter can write, if its vocabulary is reduced."""
+    if tokens is not None and process.is_first:
+        written = [np.isin(example.predicted(), tokens.cpu().numpy()) for example in examples]
+        count = sum(map(len, written))
+        share = sum(int(marks.sum()) for marks in written) / count if count else 1.0
+        process.say(f"{drafter} can write {len(tokens):,} tokens: {share:.1%} of trained tokens")
+
+
+# --- least squares ----------------------------------------------------------------------------------------------------
 
 _TOGETHER = 4096
 """Number of tokens that run together, enough to keep a GPU busy."""
@@ -61,7 +108,9 @@ class Fit(NamedTuple):
         coefficients = torch.cat((length.expand(len(apart), 1), apart @ components), 1)
         factor = _SPREAD / coefficients.square().mul(share).sum(0).mean().sqrt().clamp(min=1e-6)
         directions = torch.cat((mean[:, None] / length, components), 1) / factor
-        return Start(*(each.cpu() for each in (self.maps, self.shifts, self.tokens, coefficients * factor, directions)))
+        return Start(
+            *(tensor.cpu() for tensor in (self.maps, self.shifts, self.tokens, coefficients * factor, directions))
+        )
 
 
 @torch.no_grad()
@@ -84,7 +133,7 @@ def fit_states(states: HiddenStates, examples: Sequence[Example], heads: int, mo
         hidden = (states.hidden(batch) if stored is None else stored.to(device)).float()
         sums = sums or [_Sums(len(tokens), hidden.shape[-1], device) for _ in range(max(heads, 1))]
         for head, of_head in enumerate(sums):
-            at = on_host.label_places(head + 2).to(device)
+            at = on_host.label_positions(head + 2).to(device)
             before = torch.searchsorted(tokens, batch.tokens.flatten()[at + head + 1])
             of_head.add(flat_rows(hidden, at), flat_rows(hidden, at + head + 1), before)
     within = sums[0].map_within_tokens() if heads else torch.zeros_like(sums[0].xx)
@@ -112,8 +161,8 @@ class _Sums:
 
     def map_within_tokens(self) -> Float[Tensor, "hidden hidden"]:
         """Return A (x A = y) with a free mean for each token: a regression of deviations from the tokens' means."""
-        each = self.x / self.counts.clamp(min=1)[:, None]
-        return _ridge(self.xx - each.T @ self.x, self.xy - each.T @ self.y)
+        means = self.x / self.counts.clamp(min=1)[:, None]
+        return _ridge(self.xx - means.T @ self.x, self.xy - means.T @ self.y)
 
     def residual_means(self, of_x: Float[Tensor, "hidden hidden"]) -> Float[Tensor, "tokens hidden"]:
         """Return each token's mean of y - x A, shrunk."""

@@ -31,7 +31,7 @@ from decoding.model.vocabulary import over_vocabulary
 from decoding.rules.best_tree import best_tree
 from trainer.data.batch import Batch, Example, collate, flat_rows
 from trainer.learning.fused import Bias, fused_loss
-from trainer.learning.losses import HiddenTeacher, LossMix, Places
+from trainer.learning.losses import HiddenTeacher, LabelGroups, LossMix
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums, rank_shares
 from trainer.recipe.draft import DraftSection, DSparkSection
 from trainer.target.loading import OnlineTarget
@@ -66,8 +66,8 @@ def sample_blocks(batch: Batch, anchors: int, depth: int, seed: int, step: int) 
         )
     ]
     widest = max(1, *map(len, drawn))
-    found = torch.stack([F.pad(row, (0, widest - len(row)), value=-1) for row in drawn]).to(batch.tokens.device)
-    return blocks_at(batch, found.clamp(min=0), found >= 0, depth)
+    positions = torch.stack([F.pad(row, (0, widest - len(row)), value=-1) for row in drawn]).to(batch.tokens.device)
+    return blocks_at(batch, positions.clamp(min=0), positions >= 0, depth)
 
 
 def blocks_at(
@@ -93,11 +93,11 @@ def _at(values: Tensor, index: Int[Tensor, "batch *index"]) -> Tensor:
 
 
 class Labels(NamedTuple):
-    """The labels of a batch. Blocks that predict the same token of a text share a place."""
+    """The labels of a batch. Blocks that predict the same token of a text share a label."""
 
-    text: Int[Tensor, " places"]
+    text: Int[Tensor, " groups"]
     """Index of the previous token in the flattened batch; the target also predicts the label from its state there."""
-    places: Places
+    groups: LabelGroups
     slots: Int[Tensor, " rows"]
     """Index of the predicting slot in the flattened blocks."""
     depths: Int[Tensor, " rows"]
@@ -110,8 +110,8 @@ def labels_of(batch: Batch, blocks: Blocks, slots: int) -> Labels:
     block, depth = torch.cat(blocks.labelled), torch.arange(len(counts)).repeat_interleave(counts)
     row = block.div(blocks.anchors.shape[1], rounding_mode="floor")
     text = row * batch.tokens.shape[1] + blocks.anchors.flatten()[block] + depth
-    order, distinct, places = Places.of(text)
-    return Labels(distinct, places, (block * slots + slots - len(counts) + depth)[order], depth[order])
+    order, distinct, groups = LabelGroups.of(text)
+    return Labels(distinct, groups, (block * slots + slots - len(counts) + depth)[order], depth[order])
 
 
 class BlockInputs(NamedTuple):
@@ -131,8 +131,8 @@ def block_inputs(batch: Batch, blocks: Blocks, slots: int, mask_token: int) -> B
     tokens[..., 0] = _at(batch.tokens, blocks.anchors)
     text = batch.positions()
     positions = _at(text, blocks.anchors)[..., None] + torch.arange(slots, device=text.device)
-    place = torch.arange(text.shape[1], device=text.device)
-    sees_text = (place < blocks.anchors[..., None]) & (
+    position = torch.arange(text.shape[1], device=text.device)
+    sees_text = (position < blocks.anchors[..., None]) & (
         batch.documents[:, None] == _at(batch.documents, blocks.anchors)[..., None]
     )
     block = torch.arange(anchors * slots, device=text.device).div(slots, rounding_mode="floor")
@@ -208,7 +208,7 @@ class DSparkTraining(nn.Module):
         return sums
 
     @staticmethod
-    def _before(inputs: DSparkInputs) -> Int[Tensor, " places"]:
+    def _before(inputs: DSparkInputs) -> Int[Tensor, " groups"]:
         return inputs.tokens.flatten()[inputs.labels.text]
 
     def _compared(
@@ -225,37 +225,32 @@ class DSparkTraining(nn.Module):
         Runs in the forward pass of its layer.
         """
         labels, depths = inputs.labels, self.draft.config.block_size
-        found = fused_loss(
+        loss = fused_loss(
             hidden,
             lm_head,
             inputs.tokens.flatten()[labels.text + 1],
             self._mix,
             inputs.teacher,
-            places=labels.places,
+            groups=labels.groups,
             row_weights=None if scale is None else scale[labels.depths],
             bias=None if embedded is None or output is None else Bias(embedded, output),
             tokens=self.draft.output_tokens,
         )
-        sums = TermSums.of_rows(found, labels.depths, depths, self._mix.soft)
+        sums = TermSums.of_rows(loss, labels.depths, depths, self._mix.soft)
         if self.draft.confidence is None:
             return sums
-        unsure = self._unsure(hidden, self._before(inputs)[labels.places.of_rows], found.accepted)
+        # The cross entropy of the confidence with the acceptance, which trains only the confidence.
+        sure = self.draft.sure(hidden.detach(), self._before(inputs)[labels.groups.of_rows]).float()
+        accepted = loss.accepted.float().clamp(0, 1)
+        unsure: Tensor = F.binary_cross_entropy_with_logits(sure, accepted, reduction="sum")
         return TermSums(
             torch.cat((sums.losses, unsure.detach()[None])),
             torch.cat((sums.hits, sums.hits.new_full((1,), torch.nan))),
             sums.total + (unsure if scale is None else unsure * scale[depths]),
         )
 
-    def _unsure(
-        self, hidden: Float[Tensor, "rows hidden"], before: Int[Tensor, " rows"], accepted: Float[Tensor, " rows"]
-    ) -> Tensor:
-        """Return the cross entropy of the confidence with the acceptance, which trains only the confidence."""
-        logits = self.draft.sure(hidden.detach(), before)
-        loss: Tensor = F.binary_cross_entropy_with_logits(logits.float(), accepted.float().clamp(0, 1), reduction="sum")
-        return loss
 
-
-class DSparkAhead(NamedTuple):
+class BlocksPrefetch(NamedTuple):
     """Parts of a step that do not need the target to run."""
 
     blocks: Blocks
@@ -296,29 +291,25 @@ class DSparkObjective:
 
     def weights(self, step: int) -> tuple[float, ...]:
         falling = [self._section.decay**depth for depth in range(self._config.block_size)]
-        shares = [each / sum(falling) for each in falling]
-        return (*shares, *([1.0] if CONFIDENCE in self.terms else []))
+        return (*(weight / sum(falling) for weight in falling), 1.0)[: len(self.terms)]
 
     def rates(self, step: int) -> Mapping[str, float]:
         return EVERYWHERE_THE_SAME
 
-    def _counts(self, blocks: Blocks) -> list[int]:
-        counts = list(map(len, blocks.labelled))
-        return [*counts, *([sum(counts)] if CONFIDENCE in self.terms else [])]
-
     def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
-        return torch.tensor(self._counts(self._blocks(batch, step)), dtype=torch.float32)
+        counts = list(map(len, self._blocks(batch, step).labelled))
+        return torch.tensor([*counts, sum(counts)][: len(self.terms)], dtype=torch.float32)
 
-    def ahead(self, batch: Batch, step: int) -> DSparkAhead:
+    def prefetch(self, batch: Batch, step: int) -> BlocksPrefetch:
         blocks = self._blocks(batch, step)
-        return DSparkAhead(blocks, labels_of(batch, blocks, self._config.slots), self._states.read(batch))
+        return BlocksPrefetch(blocks, labels_of(batch, blocks, self._config.slots), self._states.read(batch))
 
     def _blocks(self, batch: Batch, step: int) -> Blocks:
         return sample_blocks(batch, self._section.anchors, self._config.block_size, self._seed, step)
 
-    def inputs(self, batch: Batch, step: int, ahead: DSparkAhead | None = None) -> tuple[Any, ...]:
+    def inputs(self, batch: Batch, step: int, prefetched: BlocksPrefetch | None = None) -> tuple[Any, ...]:
         self.module.train()  # decoding leaves it in evaluation mode
-        (blocks, labels, stored), config = ahead or self.ahead(batch, step), self._config
+        (blocks, labels, stored), config = prefetched or self.prefetch(batch, step), self._config
         hidden, states = self._states.tapped(batch, config.target_layer_ids, stored)
         given = block_inputs(batch, blocks, config.slots, config.mask_token_id)
         lm_head = self._states.lm_head.to(batch.tokens.device)  # a target spread over devices may keep it elsewhere
@@ -326,22 +317,22 @@ class DSparkObjective:
         embedded = unscaled_embeddings(self._target.model, given.tokens)
         return (DSparkInputs(states, embedded, given, labels, batch.tokens, teacher, lm_head),)
 
-    def writing_draft(self) -> DSparkDraft:
+    def decoding_copy(self) -> DSparkDraft:
         """Return a copy of the draft with its current weights, in the target's dtype."""
         return copy.deepcopy(self.module.draft).to(self._target.device, self._target.dtype).requires_grad_(False).eval()
 
     def drafter(self) -> Drafter:
         """Return a drafter of the fitted tree; before fitting, a drafter of a chain of K tokens."""
-        return DSparkDrafter(self.writing_draft())
+        return DSparkDrafter(self.decoding_copy())
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
         """Fit the tree to the draft: the paths most often right on greedy texts of the target."""
         if self._section.tree_nodes:
-            accuracies = rank_accuracies(PairedDSpark(self.writing_draft(), target), texts())
+            accuracies = rank_accuracies(PairedDSpark(self.decoding_copy(), target), texts())
             self.module.draft.config = replace(self._config, tree=best_tree(accuracies, self._section.tree_nodes))
 
     def save(self, folder: Path) -> None:
-        self.writing_draft().save_pretrained(folder)
+        self.decoding_copy().save_pretrained(folder)
 
 
 @torch.inference_mode()
@@ -351,8 +342,8 @@ def rank_accuracies(dspark: PairedDSpark, texts: Sequence[tuple[Sequence[int], i
     ``texts`` are pairs of tokens and prompt length; each new token is once the root of a tree.
     """
     online = OnlineTarget(dspark.target)
-    found = (each for tokens, prompt in texts for each in block_logits(dspark, online, tokens, prompt))
-    return rank_shares(found, dspark.config.block_size)
+    labelled = (at_depth for tokens, prompt in texts for at_depth in block_logits(dspark, online, tokens, prompt))
+    return rank_shares(labelled, dspark.config.block_size)
 
 
 @torch.inference_mode()
@@ -377,7 +368,7 @@ def block_logits(
         bias = dspark.block_bias(hidden.unflatten(1, (-1, config.slots))[0], batch.tokens[0, part[0].to(device)])
         for depth in range(config.block_size):
             chosen = labels.depths == depth
-            before, slots = labels.text[labels.places.of_rows[chosen]].to(device), labels.slots[chosen].to(device)
+            before, slots = labels.text[labels.groups.of_rows[chosen]].to(device), labels.slots[chosen].to(device)
             lm_head = online.lm_head if draft.lm_head is None else draft.lm_head.weight
             logits = F.linear(flat_rows(hidden, slots).to(lm_head), lm_head)
             if draft.markov is not None:

@@ -34,14 +34,14 @@ from decoding.model.forward import unscaled_embeddings
 from decoding.model.loading import load_eagle3
 from trainer.data.batch import Batch, Example, flat_rows
 from trainer.drafts.distill import drafter_of
-from trainer.drafts.dspark import Blocks, DSparkAhead, Labels, labels_of, sample_blocks
 from trainer.drafts.dspark_start import SCALED, check_taps, layer_sizes, rotary_of
+from trainer.drafts.dspark_training import Blocks, BlocksPrefetch, Labels, labels_of, sample_blocks
 from trainer.learning.fused import fused_loss
 from trainer.learning.losses import HiddenTeacher, LossMix
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums
 from trainer.recipe.draft import DraftSection, Eagle3Section
+from trainer.target.initial import most_frequent_trained
 from trainer.target.loading import OnlineTarget
-from trainer.target.vocabulary import most_frequent_trained
 
 # --- before training --------------------------------------------------------------------------------------------------
 
@@ -97,14 +97,14 @@ def _stored_draft(target: CausalLM, name: str, of_draft: DraftSection) -> Eagle3
     assert section is not None, "the recipe asks for an EAGLE-3 draft"
     draft = load_eagle3(name, target).float().requires_grad_(True).train()
     config = draft.config
-    for key, wanted, found in (
+    for key, wanted, held in (
         ("eagle3.taps", section.taps, config.target_layer_ids),
         ("eagle3.intermediate_size", section.intermediate_size, config.intermediate_size),
         ("vocabulary", min(of_draft.vocabulary or config.draft_vocab_size, target.vocab_size), config.draft_vocab_size),
     ):
-        if wanted not in (None, found):
+        if wanted not in (None, held):
             raise UserError(
-                f"draft.init.from_model, {name}, has {key} {found} and not {wanted}: change draft.{key}, or use "
+                f"draft.init.from_model, {name}, has {key} {held} and not {wanted}: change draft.{key}, or use "
                 "another draft"
             )
     return draft
@@ -141,22 +141,22 @@ def run_chains(
         return keys, values
 
     documents, positions = batch.documents[:, :-1], batch.positions()[:, :-1]
-    place, slots = torch.arange(documents.shape[1], device=anchors.device), (anchors - 1).clamp(min=0)
+    index, slots = torch.arange(documents.shape[1], device=anchors.device), (anchors - 1).clamp(min=0)
     window, apart = draft.config.sliding_window or 1 << 30, None
-    if batch.packed or window < len(place):
-        before = place[:, None] - place
+    if batch.packed or window < len(index):
+        before = index[:, None] - index
         apart = ((documents[:, None] == documents[..., None]) & (before >= 0) & (before < window))[:, None]
     state = _at(draft(embedded[:, 1:], draft.fused(states[:, :-1]), positions, held, apart), slots)
-    sees_text = (place <= slots[..., None]) & (documents[:, None] == documents.gather(1, slots)[..., None])
+    sees_text = (index <= slots[..., None]) & (documents[:, None] == documents.gather(1, slots)[..., None])
     chain = torch.eye(anchors.shape[1], dtype=torch.bool, device=anchors.device).expand(len(anchors), -1, -1)
-    first, found = positions.gather(1, slots), [state]
+    first, chain_states = positions.gather(1, slots), [state]
     for step in range(1, steps):
         tokens = _at(embedded, (anchors + step).clamp(max=embedded.shape[1] - 1))
-        near = sees_text & ((slots + step)[..., None] - place < window)
+        near = sees_text & ((slots + step)[..., None] - index < window)
         mask = torch.cat((near, *(chain & (step - key < window) for key in range(1, step + 1))), 2)[:, None]
         state = draft(tokens, draft.recycled(state), first + step, held, mask)
-        found.append(state)
-    return torch.stack(found, 2).flatten(1, 2)
+        chain_states.append(state)
+    return torch.stack(chain_states, 2).flatten(1, 2)
 
 
 def _at(values: Float[Tensor, "batch positions hidden"], index: Int[Tensor, "batch chains"]) -> Tensor:
@@ -172,7 +172,7 @@ class Eagle3Training(nn.Module):
         self.draft, self._mix, self._steps = draft.train(), mix, steps
 
     def forward(self, inputs: Eagle3Inputs, scale: Float[Tensor, " terms"] | None = None) -> TermSums:
-        """Return losses and hits, (terms,) each, and the total; hits as in `trainer.drafts.dspark.DSparkTraining`."""
+        """Return losses and hits, (terms,) each, and the total; hits as in `DSparkTraining`."""
         states = run_chains(
             self.draft, inputs.states, inputs.embedded, inputs.batch, inputs.blocks.anchors, self._steps
         )
@@ -184,17 +184,17 @@ class Eagle3Training(nn.Module):
         self, inputs: Eagle3Inputs, scale: Tensor | None, hidden: Float[Tensor, "rows hidden"], lm_head: Tensor
     ) -> TermSums:
         labels, config = inputs.labels, self.draft.config
-        found = fused_loss(
+        loss = fused_loss(
             hidden,
             lm_head,
             inputs.batch.tokens.flatten()[labels.text + 1],
             self._mix,
             inputs.teacher,
-            places=labels.places,
+            groups=labels.groups,
             row_weights=None if scale is None else scale[labels.depths],
             tokens=None if config.draft_vocab_size == config.vocab_size else self.draft.output_tokens,
         )
-        return TermSums.of_rows(found, labels.depths, self._steps, self._mix.soft)
+        return TermSums.of_rows(loss, labels.depths, self._steps, self._mix.soft)
 
 
 class Eagle3Objective:
@@ -216,8 +216,8 @@ class Eagle3Objective:
         self.terms = tuple(f"token_{step}" for step in range(1, section.eagle3.steps + 1))
 
     def weights(self, step: int) -> tuple[float, ...]:
-        falling = [self._section.decay**each for each in range(self._section.steps)]
-        return tuple(each / sum(falling) for each in falling)
+        falling = [self._section.decay**depth for depth in range(self._section.steps)]
+        return tuple(weight / sum(falling) for weight in falling)
 
     def rates(self, step: int) -> Mapping[str, float]:
         return EVERYWHERE_THE_SAME
@@ -225,36 +225,36 @@ class Eagle3Objective:
     def counts(self, batch: Batch, step: int = 0) -> Float[Tensor, " terms"]:
         return torch.tensor(list(map(len, self._blocks(batch, step).labelled)), dtype=torch.float32)
 
-    def ahead(self, batch: Batch, step: int) -> DSparkAhead:
+    def prefetch(self, batch: Batch, step: int) -> BlocksPrefetch:
         blocks = self._blocks(batch, step)
-        return DSparkAhead(blocks, labels_of(batch, blocks, self._section.steps), self._states.read(batch))
+        return BlocksPrefetch(blocks, labels_of(batch, blocks, self._section.steps), self._states.read(batch))
 
     def _blocks(self, batch: Batch, step: int) -> Blocks:
         """Draw the anchors; the first two tokens of a text are no labels, because no slot predicts them."""
         predicted = replace(batch, trained=batch.trained & (batch.positions() > 1))
         return sample_blocks(predicted, self._section.anchors, self._section.steps, self._seed, step)
 
-    def inputs(self, batch: Batch, step: int, ahead: DSparkAhead | None = None) -> tuple[Any, ...]:
+    def inputs(self, batch: Batch, step: int, prefetched: BlocksPrefetch | None = None) -> tuple[Any, ...]:
         self.module.train()  # decoding leaves it in evaluation mode
-        blocks, labels, stored = ahead or self.ahead(batch, step)
+        blocks, labels, stored = prefetched or self.prefetch(batch, step)
         hidden, states = self._states.tapped(batch, self.module.draft.config.target_layer_ids, stored)
         lm_head = self._states.lm_head.to(batch.tokens.device)  # a target spread over devices may keep it elsewhere
         teacher = HiddenTeacher(flat_rows(hidden, labels.text), lm_head, self._states.transform)
         embedded = unscaled_embeddings(self._target.model, batch.tokens)
         return (Eagle3Inputs(states, embedded, batch, blocks, labels, teacher),)
 
-    def writing_draft(self) -> Eagle3Draft:
+    def decoding_copy(self) -> Eagle3Draft:
         """Return a copy of the draft with its current weights, in the target's dtype."""
         return copy.deepcopy(self.module.draft).to(self._target.device, self._target.dtype).requires_grad_(False).eval()
 
     def drafter(self) -> Drafter:
-        return drafter_of(self.writing_draft(), self._length)
+        return drafter_of(self.decoding_copy(), self._length)
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
         """Do nothing: an EAGLE-3 draft stores no tree."""
 
     def save(self, folder: Path) -> None:
-        draft, path = self.writing_draft(), folder / CONFIG_NAME
+        draft, path = self.decoding_copy(), folder / CONFIG_NAME
         draft.save_pretrained(folder)
         if draft.config.target_layer_ids != usual_layers(self._target.num_layers):
             # The folder would not name them if they were the default layers of a target of another depth.

@@ -29,6 +29,7 @@ SET_ASIDE = ".failed.jsonl"
 """Suffix of files with conversations that `headstart regenerate` set aside."""
 DRAWS = ".draws.jsonl"
 """Suffix of files with prompts that a target wrote itself, next to their answers."""
+_NOT_DATA = (SET_ASIDE, DRAWS)
 _SUFFIXES = (".jsonl", ".parquet")
 _HUB_NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([^\s:@]+))?(?::([\w.-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -70,11 +71,11 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class RowSource:
-    """Rows of files or of a hub data set, and a digest of all rows."""
+    """Rows of files or of a hub data set, and a fingerprint of all rows."""
 
     name: str
     sha256: str
-    """Digest of a file; of a folder's file names and digests; or of a hub data set's name, split and fingerprint
+    """Fingerprint of a file; of a folder's file names and files; or of a hub data set's name, split and fingerprint
     (commit, if streamed).
     """
     files: tuple[Path, ...] = ()
@@ -96,7 +97,12 @@ class RowSource:
             if file.suffix == ".parquet":
                 yield from (Row(f"{file}, row {number}", fields) for number, fields in read_parquet(file))
             else:
-                yield from _jsonl_rows(file)
+                for number, line in read_lines(file):
+                    where = f"{file}, line {number}"
+                    try:
+                        yield Row(where, parse_row(line, where))
+                    except UserError as error:
+                        yield Row(where, error)
 
 
 def open_source(name: str, section: DataSection) -> RowSource:
@@ -107,19 +113,20 @@ def open_source(name: str, section: DataSection) -> RowSource:
     """
     path = Path(name)
     if path.is_dir():
-        files = tuple(sorted(file for file in path.iterdir() if _is_data(file.name)))
+        listed = (file for file in sorted(path.iterdir()) if not file.name.startswith("."))
+        files = tuple(file for file in listed if file.suffix in _SUFFIXES and not file.name.endswith(_NOT_DATA))
         if not files:
             raise UserError(f"folder {name} contains no data", "add .jsonl or .parquet files")
-        digests = "".join(f"{file.name} {sha256_of(file)}\n" for file in files)
-        return RowSource(name, hashlib.sha256(digests.encode()).hexdigest(), files)
+        lines = "".join(f"{file.name} {sha256_of(file)}\n" for file in files)
+        return RowSource(name, hashlib.sha256(lines.encode()).hexdigest(), files)
     if path.is_file():
         return RowSource(name, sha256_of(path), (path,))
-    found = None if name.endswith((*_SUFFIXES, ".json")) else _HUB_NAME.fullmatch(name)
-    if found is None:
+    match = None if name.endswith((*_SUFFIXES, ".json")) else _HUB_NAME.fullmatch(name)
+    if match is None:
         remedy = "pass a .jsonl or .parquet file, a folder of them, or ORG/NAME on the hub"
         raise UserError(f"data file {name} does not exist", remedy)
-    hub = HubName(found[1], found[2])
-    return (_streamed if section.streaming else _downloaded)(name, hub, found[3], section)
+    hub = HubName(match[1], match[2])
+    return (_streamed if section.streaming else _downloaded)(name, hub, match[3], section)
 
 
 def stream_prompts(name: str) -> RowSource:
@@ -127,20 +134,6 @@ def stream_prompts(name: str) -> RowSource:
     repository, config, split = (*name.split(":", 2), "", "")[:3]
     section = DataSection(train=name, heldout=name, streaming=True, split=split or "train")
     return open_source(f"{repository}:{config}" if config else repository, section)
-
-
-def _is_data(name: str) -> bool:
-    return name.endswith(_SUFFIXES) and not name.startswith(".") and not name.endswith((SET_ASIDE, DRAWS))
-
-
-def _jsonl_rows(file: Path) -> Iterator[Row]:
-    for number, line in read_lines(file):
-        where = f"{file}, line {number}"
-        try:
-            content: dict[str, Any] | UserError = parse_row(line, where)
-        except UserError as error:
-            content = error
-        yield Row(where, content)
 
 
 # --- data sets on the hub ---------------------------------------------------------------------------------------------
@@ -156,16 +149,16 @@ def _downloaded(name: str, hub: HubName, config: str | None, section: DataSectio
             f"file or folder {name} does not exist, and split {section.split!r} of the hub data set with that name "
             f"cannot be read: {first_line(error)}"
         ) from error
-    digest = hashlib.sha256(f"{name}\n{section.split}\n{rows._fingerprint}".encode()).hexdigest()
-    return RowSource(name, digest, hub=rows)
+    fingerprint = hashlib.sha256(f"{name}\n{section.split}\n{rows._fingerprint}".encode()).hexdigest()
+    return RowSource(name, fingerprint, hub=rows)
 
 
 def _streamed(_: str, hub: HubName, config: str | None, section: DataSection) -> RowSource:
     """Return a stream whose name omits the revision, so that the same commit always shares cached tokens."""
     name = ":".join(part for part in (hub.repo_id, config) if part)
     commit = _commit_of(hub)
-    digest = hashlib.sha256(repr((name, section.split, commit, "streamed")).encode()).hexdigest()
-    return RowSource(name, digest, hub=_Stream(hub, config, section.split, commit), commit=commit)
+    fingerprint = hashlib.sha256(repr((name, section.split, commit, "streamed")).encode()).hexdigest()
+    return RowSource(name, fingerprint, hub=_Stream(hub, config, section.split, commit), commit=commit)
 
 
 @dataclass(frozen=True)
@@ -231,20 +224,20 @@ def _explained(error: Exception, hub: HubName) -> str:
     """Explain in one sentence why fetching failed and what to do. URL queries (signatures) are removed."""
     address = without_login(constants.ENDPOINT)
     remedy = "or pass the commit whose tokens are cached here, as ORG/NAME@COMMIT"
-    problem, cause = shortened(error) or type(error).__name__, error
+    problem, raised = shortened(error) or type(error).__name__, error
     causes: list[BaseException] = []
-    while cause is not None:
-        causes.append(cause)
-        cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
-    for each in causes:
-        if isinstance(each, OfflineModeIsEnabled):
+    while raised is not None:
+        causes.append(raised)
+        raised = raised.__cause__ or raised.__context__  # type: ignore[assignment]
+    for cause in causes:
+        if isinstance(cause, OfflineModeIsEnabled):
             problem = f"HF_HUB_OFFLINE is set: unset it, {remedy}"
-        elif isinstance(each, RemoteEntryNotFoundError) and each is not error:
+        elif isinstance(cause, RemoteEntryNotFoundError) and cause is not error:
             continue  # a data set may have no card
-        elif isinstance(each, HfHubHTTPError):
-            problem = explained(each, hub, f"{address}/datasets/{hub.repo_id}")
-        elif isinstance(each, HTTPError):
-            problem = f"{address} cannot be reached ({type(each).__name__}): check the connection, {remedy}"
+        elif isinstance(cause, HfHubHTTPError):
+            problem = explained(cause, hub, f"{address}/datasets/{hub.repo_id}")
+        elif isinstance(cause, HTTPError):
+            problem = f"{address} cannot be reached ({type(cause).__name__}): check the connection, {remedy}"
         else:
             continue
         break
