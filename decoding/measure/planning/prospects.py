@@ -81,7 +81,7 @@ def outlook(costs: Mapping[str, StepCosts], published: Sequence[Published] = PUB
     for entry in published:
         if entry.draft in costs:
             chosen = best(_chains(entry), costs[entry.draft])
-            depth, tokens = chosen.candidate.budget.depth, best_chain.candidate.tokens_per_pass
+            depth, tokens = chosen.candidate.budget.depth, chosen.candidate.tokens_per_pass
             reached.append({**entry._asdict(), "depth": depth, "tokens_per_pass": tokens, "speedup": chosen.speedup})
     return {"drafts": drafts, "published": reached}
 
