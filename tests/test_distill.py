@@ -38,7 +38,7 @@ def test_what_predicts_a_trained_token_is_compared_and_nothing_else() -> None:
     model, batch = tiny_model("llama"), collate(EXAMPLES)
     objective = objective_for(model)
     (inputs,) = objective.inputs(batch, step=0)
-    assert inputs.places.tolist() == [3, 4, 5, 6, 8, 9, 10]  # of rows of 8
+    assert inputs.positions.tolist() == [3, 4, 5, 6, 8, 9, 10]  # of rows of 8
     expected = torch.cat(
         [full_forward(model, EXAMPLES[0].tokens.tolist())[3:7], full_forward(model, EXAMPLES[1].tokens.tolist())[:3]]
     )

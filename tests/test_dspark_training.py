@@ -89,7 +89,7 @@ def test_a_block_is_trained_up_to_the_first_token_that_is_no_answers() -> None:
     found = [sum(block in labelled for labelled in blocks.labelled) for block in range(7)]
     assert dict(zip(blocks.anchors[0].tolist(), found, strict=True)) == wanted
     labels = labels_of(batch, blocks, slots=3)
-    assert labels.text.tolist() == [1, 2, 3, 5, 6, 7, 8] and labels.places.ends.tolist() == [1, 3, 6, 7, 9, 12, 15]
+    assert labels.text.tolist() == [1, 2, 3, 5, 6, 7, 8] and labels.groups.ends.tolist() == [1, 3, 6, 7, 9, 12, 15]
     assert labels.slots.tolist() == [0, 3, 1, 6, 4, 2, 9, 12, 10, 15, 13, 11, 18, 16, 14]
     assert labels.depths.tolist() == [0, 0, 1, 0, 1, 2, 0, 0, 1, 0, 1, 2, 0, 1, 2]
     behind = labels_of(batch, blocks, slots=4)

@@ -199,7 +199,7 @@ def test_at_temperature_0_target_and_loop_write_what_the_target_writes_greedily(
     for text in writer.write(orders_of(kind), draft()):
         prompt = PROMPTS[text.position]
         assert text.tokens == (*prompt, *plain(text.position)) and text.answer == text.tokens[-12:]
-        assert text.place == text.position and text.prompt_length == len(prompt)
+        assert text.example_index == text.position and text.prompt_length == len(prompt)
 
 
 def test_what_is_rejected_is_where_the_target_corrected_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
