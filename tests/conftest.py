@@ -4,7 +4,7 @@ import gc
 import signal
 
 import pytest
-from hypothesis_profiles import register_profiles
+from hypothesis_profiles import all_examples, in_fewest_combinations, register_profiles
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -15,6 +15,14 @@ def pytest_configure(config: pytest.Config) -> None:
     only_deals = config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
     if not only_deals:
         config.pluginmanager.import_plugin("tiny_fixtures")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave most combinations of parameters to `make test`."""
+    if not all_examples():
+        kept = in_fewest_combinations(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
 
 
 def pytest_collection_finish() -> None:

@@ -24,7 +24,7 @@ from drafter_checks import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis_profiles import examples
+from hypothesis_profiles import examples, few
 from tiny_models import naive_greedy, tiny_model
 from torch import Tensor
 
@@ -47,7 +47,7 @@ FEW = [
 """They stand for all in `make check`."""
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", few(DRAFTERS, FEW))
 def test_greedy_output_is_plain_greedy(tiny_llama: CausalLM, tiny_draft: CausalLM, name: str) -> None:
     check_greedy(tiny_llama, DRAFTERS[name](tiny_llama, tiny_draft))
 

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 from drafter_checks import DRAFTERS
+from hypothesis_profiles import few
 from scripted_drafters import HostileDrafter
 from tiny_models import full_forward, naive_greedy, tiny_model
 
@@ -74,7 +75,7 @@ def alone(
 # --- a row is what it is alone ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FEW_DRAFTERS)
+@pytest.mark.parametrize("name", few(DRAFTERS, FEW_DRAFTERS))
 def test_every_row_is_sampled_as_it_is_alone_whatever_stands_beside_it(name: str) -> None:
     """With the rule that fits the drafter: tokens are accepted by chance, and what is drafted is chance as well."""
     drafter, config = drafter_of(name), DecodingConfig(7, EVERY_CONTROL, seed=5)
