@@ -44,7 +44,7 @@ def hostile(seed: int = 0, chains: bool = False, texts: Sequence[tuple[int, ...]
     return HostileDrafter(seed, right[0], chains=chains, others=right[1:])
 
 
-FEW_DRAFTERS = ("chain", "DSpark tree", "lookup", "lookahead", "cascade", "drawn hybrid")
+FEW_DRAFTERS = ("chain", "DSpark tree", "lookup", "drawn hybrid")
 """They stand for all in `make check` where the time does not allow for more."""
 
 
