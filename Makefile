@@ -20,12 +20,12 @@ demo: .venv/.ready
 test: lint engines
 	$(BIN)/python scripts/sizes.py
 	$(PYTEST) --dist loadfile --no-loadscope-reorder --hypothesis-profile thorough \
-		tests/system tests/thorough tests
+		tests/system tests/thorough tests/gpu tests/test_*.py
 
 # The gate before each commit: lint, types, import layers and the fast tests. Pytest lists a folder again for each file
-# that is named, so a hundred names would take seconds.
+# that is named, so naming them all would take seconds.
 check: lint
-	$(PYTEST) --dist worksteal --ignore-glob='tests/system/*' --ignore-glob='tests/thorough/*' tests/system/test_types.py tests
+	$(PYTEST) --dist worksteal --ignore tests/system --ignore tests/thorough tests
 
 # GPU tests and measurements in 8 minutes, with only torch and transformers; PRETEND=1 tries them on the CPU.
 gpu:

@@ -34,18 +34,23 @@ def few(whole: Iterable[Value], representatives: Iterable[Value]) -> list[Value]
     return list(whole if all_examples() else representatives)
 
 
-def in_fewest_combinations(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of tests with several parameters, keep so many that each value of each parameter occurs.
-
-    `make test` runs every combination.
-    """
-    seen: set[tuple[str, str, int]] = set()
+def in_fewest_combinations(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Return the tests to run, and those to leave out: of several parameters, each value occurs in some combination."""
+    seen: set[object] = set()
     kept: set[pytest.Item] = set()
     for enough in (all, any):  # first those in which every value is new
         for item in items:
-            call = getattr(item, "callspec", None)
-            values = [(item.nodeid.partition("[")[0], *value) for value in call.indices.items()] if call else []
+            values = _values(item)
             if not values or enough(value not in seen for value in values):
                 kept.add(item)
                 seen.update(values)
-    return [item for item in items if item in kept]
+    return [item for item in items if item in kept], [item for item in items if item not in kept]
+
+
+def _values(item: pytest.Item) -> list[tuple[str, int, tuple[int, ...]]]:
+    """Return the value of each `parametrize` of a test: combinations of them share objects."""
+    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    given = [each.replace(" ", "").split(",") if isinstance(each, str) else each for each in names]
+    params: dict[str, object] = item.callspec.params if given else {}  # type: ignore[attr-defined]  # of a function
+    test = item.nodeid.partition("[")[0]
+    return [(test, place, tuple(id(params[name]) for name in each)) for place, each in enumerate(given)]
