@@ -1,4 +1,4 @@
-"""The types hold, as `make check` finds them; among other tests, and first, as mypy keeps one core busy for a minute."""
+"""The types hold, as `make check` finds them; before all other tests, as mypy keeps one core busy for a minute."""
 
 import subprocess
 import sys
