@@ -4,7 +4,7 @@ import gc
 import signal
 
 import pytest
-from hypothesis_profiles import register_profiles
+from hypothesis_profiles import all_examples, in_fewest_combinations, register_profiles
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -15,6 +15,15 @@ def pytest_configure(config: pytest.Config) -> None:
     only_deals = config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
     if not only_deals:
         config.pluginmanager.import_plugin("tiny_fixtures")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the types, which take longest; leave most combinations of parameters to `make test`."""
+    items.sort(key=lambda item: item.path.name != "test_types.py")
+    if not all_examples():
+        kept, left = in_fewest_combinations(items)
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept
 
 
 def pytest_collection_finish() -> None:

@@ -1,6 +1,12 @@
-"""Numbers of hypothesis examples: few in `make check`, all of them in `make test`."""
+"""Numbers of examples, and of combinations of parameters: few in `make check`, all of them in `make test`."""
 
+from collections.abc import Iterable
+from typing import TypeVar
+
+import pytest
 from hypothesis import settings
+
+Value = TypeVar("Value")
 
 ALL, FEW = 30, 6
 _COMMON = {"deadline": None, "derandomize": True, "database": None}
@@ -16,3 +22,35 @@ def register_profiles() -> None:
 def examples(count: int) -> settings:
     """Settings of a test that needs ``count`` examples where others need `ALL`; a fifth of them in `make check`."""
     return settings(max_examples=max(count * settings.default.max_examples // ALL, 2))
+
+
+def all_examples() -> bool:
+    """True in `make test`."""
+    return settings.default.max_examples >= ALL
+
+
+def few(whole: Iterable[Value], representatives: Iterable[Value]) -> list[Value]:
+    """Return the values of a parameter: the whole in `make test`, and in `make check` those that stand for it."""
+    return list(whole if all_examples() else representatives)
+
+
+def in_fewest_combinations(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Return the tests to run, and those to leave out: of several parameters, each value occurs in some combination."""
+    seen: set[object] = set()
+    kept: set[pytest.Item] = set()
+    for enough in (all, any):  # first those in which every value is new
+        for item in items:
+            values = _values(item)
+            if not values or enough(value not in seen for value in values):
+                kept.add(item)
+                seen.update(values)
+    return [item for item in items if item in kept], [item for item in items if item not in kept]
+
+
+def _values(item: pytest.Item) -> list[tuple[str, int, tuple[int, ...]]]:
+    """Return the value of each `parametrize` of a test: combinations of them share objects."""
+    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    given = [each.replace(" ", "").split(",") if isinstance(each, str) else each for each in names]
+    params: dict[str, object] = item.callspec.params if given else {}  # type: ignore[attr-defined]  # of a function
+    test = item.nodeid.partition("[")[0]
+    return [(test, place, tuple(id(params[name]) for name in each)) for place, each in enumerate(given)]

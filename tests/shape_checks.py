@@ -13,7 +13,7 @@ from typing import Any
 from beartype import BeartypeConf, beartype
 from jaxtyping import jaxtyped
 
-PURE = tuple(f"decoding.rules.{name}" for name in ("tree", "proposal", "sampling", "history", "verify"))
+PURE = tuple(f"decoding.rules.{name}" for name in ("tree", "sampling", "verify"))
 
 _ARRAY = "[Tensor,"
 """In the source of an annotation such as ``Float[Tensor, "rows vocab"]``."""
@@ -52,7 +52,7 @@ class _Loader(SourceFileLoader):
         path = self.get_filename(fullname)
         decorate = _Decorate()
         tree = ast.fix_missing_locations(decorate.visit(ast.parse(self.get_data(path), path)))
-        assert decorate.count or fullname.endswith(".history"), f"{fullname} has no annotation with a shape"
+        assert decorate.count, f"{fullname} has no annotation with a shape"
         return compile(tree, path, "exec", dont_inherit=True)
 
     def exec_module(self, module: ModuleType) -> None:

@@ -3,8 +3,8 @@
 import errno
 import json
 import math
+import multiprocessing
 import os
-import re
 import shutil
 import signal
 import socket
@@ -18,27 +18,18 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
-from rich.console import Console
 from safetensors.torch import load_file
-from tiny_models import counting_model, tiny_model
-from tiny_training import recipe_content, tiny_tokenizer, write_corpus
+from tiny_models import tiny_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import trainer.run.checkpoint
 from trainer.files import folders
 from trainer.files.folders import LOCK_NAME, hold, write_folder
-from trainer.learning.objective import Objective
-from trainer.recipe.common import EvaluationSection, TrainingSection
-from trainer.recipe.reading import parse_recipe
-from trainer.run import heldout
+from trainer.recipe.common import TrainingSection
 from trainer.run.checkpoint import Checkpoints, Progress, Saved
 from trainer.run.distributed import build_optimizers
-from trainer.run.heldout import Evaluator
-from trainer.run.log import Evaluation
 from trainer.run.state import gather_moments, gather_weights, load_moments, load_weights
-from trainer.run.train import run_recipe
 
 IDENTITY: dict[str, Any] = {"kind": "medusa", "training": {"steps": 10, "betas": (0.9, 0.95)}, "data": {"train": "a"}}
 FILES = ["SHA256SUMS", "optimizer.safetensors", "state.json", "weights.safetensors"]
@@ -273,141 +264,25 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert names(tmp_path) == ["final"] and (destination / "a").read_text() == "first"
 
 
-def workshop(folder: Path, kind: str, **evaluation: Any) -> dict[str, Any]:
-    """A recipe of ten steps that evaluates at every second, with a checkpoint of every step."""
-    folder.mkdir(exist_ok=True)
-    counting_model().save_pretrained(folder / "target")
-    tiny_tokenizer().save_pretrained(folder / "target")
-    write_corpus(folder)
-    content = recipe_content(folder, kind, steps=10)
-    content["evaluation"] |= {"every": 2, "keep": "best", **evaluation}
-    return {**content, "checkpoint": {"every": 1, "keep": 100}}
-
-
-@pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[int, float]]]:
-    """Makes evaluations find these figures one after the other; returns each one's tree nodes and temperature.
-
-    Of eight prompts in ten passes each, every other one keeps ``apart`` tokens more, the next as many fewer, the other
-    way round at every evaluation.
-    """
-    asked: list[tuple[int, float]] = []
-
-    def script(figures: list[float], apart: int = 0) -> list[tuple[int, float]]:
-        left = iter(figures)
-
-        def found(self: Evaluator, objective: Objective) -> Evaluation:
-            drafter = objective.drafter()
-            assert drafter is not None
-            asked.append((drafter.max_nodes, self.config.sampling.temperature))
-            figure, shift = next(left), apart * (-1) ** len(asked)
-            texts = tuple((round(10 * figure) + sign * shift, 10) for sign in (1, -1) * 4)
-            return Evaluation({"tokens_per_pass": figure}, drafter.label, texts)
-
-        monkeypatch.setattr(Evaluator, "evaluate", found)
-        return asked
-
-    return script
-
-
-def run(content: dict[str, Any]) -> str:
-    """What the run said."""
-    AcceleratorState._reset_state(True)
-    console = Console(width=200, record=True, file=(Path(content["output"]).parent / "said.txt").open("a"))
-    try:
-        run_recipe(parse_recipe(content), console)
-    finally:
-        AcceleratorState._reset_state(True)
-    return console.export_text()
-
-
-def finished(content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    final = Path(content["output"]) / "final"
-    return json.loads((final / "provenance.json").read_text()), load_file(final / "model.safetensors")
-
-
-def checkpointed(content: dict[str, Any], step: int) -> dict[str, Tensor]:
-    return load_file(Path(content["output"]) / "checkpoints" / f"step-{step:08d}" / "weights.safetensors")
-
-
-SCRIPT = [1.5, 3.0, 2.0, 2.5, 2.9, 3.5]
-"""Of steps 2, 4, 6, 8 and 10, and of what is finished."""
-
-
-def test_the_heads_of_the_best_step_are_finished_with_a_tree_of_their_own(
-    tmp_path: Path, scripted: Callable[..., list[tuple[int, float]]]
-) -> None:
-    """Steps are compared by chains, the last one's too; the tree comes after."""
-    content = workshop(tmp_path, "medusa", temperature=0.7)
-    content["heads"] = {"num_heads": 3, "tree_nodes": 9}
-    asked = scripted(SCRIPT)
-    said = run(content)
-    nodes, temperatures = zip(*asked, strict=True)
-    assert nodes[:5] == (4,) * 5 and nodes[5] != 4 and set(temperatures) == {0.7}
-    provenance, heads = finished(content)
-    best, last = checkpointed(content, 4), checkpointed(content, 10)
-    assert all(torch.equal(tensor, best[f"heads.{name}"]) for name, tensor in heads.items())
-    assert not all(torch.equal(tensor, last[f"heads.{name}"]) for name, tensor in heads.items())
-    assert provenance["steps"] == 4 and provenance["tokens"] > 0
-    assert "final, with the best weights (step 4)" in said and ": the best weights, of step 4, held out, T=0.7" in said
-    assert "step 10, held out, T=0.7 (medusa, chain of 3): " in said
-    assert re.search(rf"of step 4, held out, T=0\.7 \(medusa, \w+ of {nodes[5] - 1}\): ", said)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert (lines[-1]["step"], lines[-1]["heldout/step"], lines[-1]["heldout/tokens_per_pass"]) == (10, 4, 3.5)
-
-
-@pytest.mark.parametrize(("apart", "kept"), [(0, 4), (5, 10)])
-def test_the_last_weights_are_kept_unless_others_are_better_beyond_their_interval(
-    apart: int, kept: int, tmp_path: Path, scripted: Callable[..., list[tuple[int, float]]]
-) -> None:
-    """3.0 against 2.9 tokens per pass: on every prompt alike, or with prompts that differ by a third either way."""
-    content = workshop(tmp_path, "medusa")
-    scripted([*SCRIPT[:1], 3.0, 2.0, 2.0, 2.9, 2.9], apart)
-    said = run(content)
-    provenance, heads = finished(content)
-    weights = checkpointed(content, kept)
-    assert provenance["steps"] == kept
-    assert all(torch.equal(tensor, weights[f"heads.{name}"]) for name, tensor in heads.items())
-    noted = "step 4 had the best evaluation, 3.000 tokens per target pass, but not beyond its interval over the last"
-    assert (noted in said) == ("with the best weights" not in said) == (kept == 10)
-
-
-def test_evaluations_the_choice_of_weights_and_the_tree_have_prompts_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def counted(examples: Any, count: int, *lengths: int) -> list[tuple[int, ...]]:
-        asked.append(count)
-        return found(examples, min(count, 2), *lengths)
-
-    found = heldout.heldout_prompts
-    monkeypatch.setattr(heldout, "heldout_prompts", counted)
-    sizes = {"prompts": 3, "best_prompts": 9, "tree_prompts": 5}
-    for keep, evaluated in (("last", 3), ("best", 9)):
-        run(workshop(tmp_path / keep, "medusa", keep=keep, every=10, **sizes))
-        assert asked == [evaluated, evaluated, 5], "evaluations during training, at its end, and the tree"
-        asked.clear()
-    assert (EvaluationSection().prompts, EvaluationSection(keep="best").evaluated) == (8, 64)
-
-
-HOLDER = "import sys; from pathlib import Path; from trainer.files.folders import hold\n"
-HOLDER += "with hold(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+def hold_until_killed(folder: Path, held: Any) -> None:
+    with hold(folder):
+        held.set()
+        signal.pause()
 
 
 @contextmanager
-def another_holds(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process holds the folder until its standard input ends."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
+def another_holds(folder: Path) -> Iterator[Any]:
+    """A fork of this process, which has imported everything already, holds the folder until it is killed."""
+    fork = multiprocessing.get_context("fork")
+    held = fork.Event()
+    process = fork.Process(target=hold_until_killed, args=(folder, held))
+    process.start()
+    assert held.wait(60)
     try:
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.join()
 
 
 def test_a_folder_held_elsewhere_is_refused_naming_process_and_host(tmp_path: Path) -> None:
@@ -424,8 +299,8 @@ def test_a_folder_held_elsewhere_is_refused_naming_process_and_host(tmp_path: Pa
 
 def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
     with another_holds(tmp_path) as other:
-        other.send_signal(signal.SIGKILL)
-        other.wait()
+        other.kill()
+        other.join()
         assert (tmp_path / LOCK_NAME).exists()
         with hold(tmp_path):
             assert json.loads((tmp_path / LOCK_NAME).read_text())["process"] == os.getpid()
@@ -440,7 +315,7 @@ def test_waiting_for_the_other_run_says_so_and_then_goes_on(tmp_path: Path, monk
         def on_wait(line: str) -> None:
             said.append(line)
             other.kill()
-            other.wait()
+            other.join()
 
         with hold(tmp_path, on_wait):
             assert said == [said[0]] and said[0].startswith(f"waiting for process {other.pid} on ")
@@ -451,8 +326,9 @@ def test_a_process_may_hold_a_folder_twice_and_keeps_it_until_the_last_end(tmp_p
         with hold(tmp_path):
             pass
         assert (tmp_path / LOCK_NAME).exists()
-        done = subprocess.run(
-            [sys.executable, "-c", HOLDER, str(tmp_path)], capture_output=True, text=True, check=False
-        )
+        program = "import sys; from pathlib import Path; from trainer.files.folders import hold\n"
+        program += "with hold(Path(sys.argv[1])): raise AssertionError('held twice')"
+        words = [sys.executable, "-c", program, str(tmp_path)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
         assert done.returncode == 1 and f"process {os.getpid()} on" in done.stderr
     assert not (tmp_path / LOCK_NAME).exists()

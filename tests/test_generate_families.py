@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis_profiles import examples
+from hypothesis_profiles import examples, few
 from scripted_drafters import HostileDrafter, RandomPolicy
 from test_generate import Letters, shortest_with
 from tiny_dspark import tiny_dspark
-from tiny_models import FEW_ATTENTIONS, FEW_FAMILIES, WINDOW, naive_greedy, tiny_model
+from tiny_models import ATTENTIONS, FAMILIES, FEW_ATTENTIONS, FEW_FAMILIES, WINDOW, naive_greedy, tiny_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -62,7 +62,7 @@ def transformers_greedy(model: PreTrainedModel, prompt: list[int], count: int, *
 # --- families that decode --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "attention"), FEW_ATTENTIONS)
+@pytest.mark.parametrize(("family", "attention"), few(ATTENTIONS, FEW_ATTENTIONS))
 def test_plain_decoding_is_transformers_generate(family: str, attention: str) -> None:
     model = model_of(family, attention)
     wanted = transformers_greedy(model, PROMPT, COUNT)
@@ -70,7 +70,7 @@ def test_plain_decoding_is_transformers_generate(family: str, attention: str) ->
     assert Engine(CausalLM(model)).decode(PROMPT, DecodingConfig(COUNT)).tokens == wanted
 
 
-@pytest.mark.parametrize("family", FEW_FAMILIES)
+@pytest.mark.parametrize("family", few(FAMILIES, FEW_FAMILIES))
 def test_the_texts_of_these_tests_need_their_context(family: str) -> None:
     """Else nothing here would notice a wrong mask: change the far past and the text changes."""
     model = model_of(family)
@@ -79,7 +79,7 @@ def test_the_texts_of_these_tests_need_their_context(family: str) -> None:
     assert len(set(plain_texts(family))) == len(RAGGED)
 
 
-@pytest.mark.parametrize(("family", "attention"), FEW_ATTENTIONS)
+@pytest.mark.parametrize(("family", "attention"), few(ATTENTIONS, FEW_ATTENTIONS))
 def test_ragged_batches_under_a_hostile_drafter_are_plain_greedy(family: str, attention: str) -> None:
     """Mixtures of experts among them: which rows stand next to a row does not change its text."""
     target, plain = CausalLM(model_of(family, attention)), plain_texts(family)
@@ -164,7 +164,7 @@ def test_what_is_no_causal_lm_is_refused_by_name(name: str) -> None:
 SEEDS = st.integers(0, 2**32 - 1)
 TOKENS = st.integers(0, 15)
 PROMPTS = st.lists(st.lists(TOKENS, min_size=1, max_size=12), min_size=1, max_size=5)
-FAMILIES = st.sampled_from(["llama", "mistral", "qwen2-mixed", "gpt2", "qwen3-moe", "gemma2"])
+SOME_FAMILY = st.sampled_from(["llama", "mistral", "qwen2-mixed", "gpt2", "qwen3-moe", "gemma2"])
 LENGTH = 12
 
 
@@ -197,7 +197,7 @@ def policy_of(seed: int | None) -> Policy:
 
 @examples(30)
 @given(
-    family=FAMILIES,
+    family=SOME_FAMILY,
     prompts=PROMPTS,
     seed=SEEDS,
     drafter_of=st.sampled_from(["hostile trees", "hostile chains", "DSpark", "DSpark tree"]),
@@ -245,7 +245,7 @@ def test_greedy_rows_are_plain_greedy_up_to_their_ends(
 
 @examples(15)
 @given(
-    family=FAMILIES,
+    family=SOME_FAMILY,
     prompts=PROMPTS,
     seed=SEEDS,
     drafter_of=st.sampled_from(["hostile trees", "hostile chains", "chain", "tree", "DSpark", "lookup"]),
@@ -299,7 +299,7 @@ def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(
 
 
 @examples(15)
-@given(family=FAMILIES, seed=SEEDS, turns=st.integers(2, 5), capacity=st.integers(1, 30))
+@given(family=SOME_FAMILY, seed=SEEDS, turns=st.integers(2, 5), capacity=st.integers(1, 30))
 def test_a_cache_serves_any_prompts_after_calls_that_ended_anywhere(
     family: str, seed: int, turns: int, capacity: int
 ) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis_profiles import few
 from scripted_drafters import HostileDrafter
 from tiny_models import naive_greedy, tiny_model
 from tiny_tokenizer import byte_tokenizer
@@ -75,11 +76,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "an end that comes nearer": {"exponential_decay_length_penalty": (3, 1.4)},
     "neutral values": {"num_beams": 1, "num_return_sequences": 1, "use_cache": True, "stopping_criteria": []},
 }
-FEW_OPTIONS = ("a list of EOS tokens", "max_length", "a repetition penalty", "biased sequences")
+FEW_OPTIONS = {
+    name: OPTIONS[name] for name in ("a list of EOS tokens", "max_length", "a repetition penalty", "biased sequences")
+}
 """They stand for all in `make check` where batches are compared."""
 
 
-@pytest.mark.parametrize("options", [OPTIONS[name] for name in FEW_OPTIONS], ids=FEW_OPTIONS)
+@pytest.mark.parametrize("options", few(OPTIONS.values(), FEW_OPTIONS.values()), ids=few(OPTIONS, FEW_OPTIONS))
 def test_a_greedy_batch_is_that_of_generate(
     target: CausalLM, drafters: dict[str, Drafter | None], options: dict[str, Any]
 ) -> None:

@@ -6,8 +6,9 @@ from functools import cache
 
 import pytest
 import torch
+from hypothesis_profiles import few
 from tiny_dspark import states_at
-from tiny_models import FAMILIES, tiny_model
+from tiny_models import FAMILIES, FEW_FAMILIES, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -35,7 +36,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.parametrize("static", [None, "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(FAMILIES, FEW_FAMILIES))
 def test_states_behind_a_layer_are_those_of_transformers_in_every_pass(family: str, static: str | None) -> None:
     """Prompts of a ragged batch, a chain and a tree after each, in shapes as they come and in fixed ones."""
     model = CausalLM(model_of(family), static=static)
@@ -56,7 +57,7 @@ def test_states_behind_a_layer_are_those_of_transformers_in_every_pass(family: s
             close(found[node], states_at(model, [*text, *path], TAPS)[-1])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(FAMILIES, FEW_FAMILIES))
 def test_a_forward_that_begins_behind_a_layer_ends_as_the_whole_one_and_runs_no_layer_before(family: str) -> None:
     model, ran = model_of(family), list[int]()
     inputs = {"input_ids": torch.tensor([TEXTS[0][:3], TEXTS[2]]), "attention_mask": torch.ones(2, 3)}

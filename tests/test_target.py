@@ -11,8 +11,8 @@ import torch
 from grouped_queries import check_grouped_queries
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis_profiles import examples
-from tiny_models import FAMILIES, FEW_ATTENTIONS, full_forward, tiny_model
+from hypothesis_profiles import examples, few
+from tiny_models import FAMILIES, FEW_ATTENTIONS, FEW_FAMILIES, full_forward, tiny_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -227,7 +227,7 @@ def test_a_window_is_counted_in_positions_of_the_text_not_in_keys(tiny_llama: Ca
 # --- hidden states ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(FAMILIES, FEW_FAMILIES))
 def test_hidden_is_exactly_what_the_lm_head_reads(family: str) -> None:
     # Granite divides what its lm_head writes by 8, OPT projects to fewer dimensions before: neither shows here.
     model = causal_lm(family)

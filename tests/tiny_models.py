@@ -92,8 +92,6 @@ ATTENTIONS.remove(("gemma2", "sdpa"))
 FEW_ATTENTIONS = [("llama", "sdpa"), ("gpt2", "eager"), ("gemma3", "sdpa"), ("qwen3-moe", "eager")]
 """Four that stand for all in `make check`: plain; learned positions; masks and frequencies by layer type; experts."""
 FEW_FAMILIES = [family for family, _ in FEW_ATTENTIONS]
-OTHER_ATTENTIONS = [pair for pair in ATTENTIONS if pair not in FEW_ATTENTIONS]
-OTHER_FAMILIES = [family for family in FAMILIES if family not in FEW_FAMILIES]
 
 # Seeds for families whose weights of seed 0 repeat one token for ever, or write the same text for every prompt.
 _FIRST_SEED = {"qwen3-moe": 18, "gemma2": 20, "gemma3": 1, "phi3": 1, "falcon": 2, "olmo2": 21}

@@ -1,10 +1,19 @@
 """What a user wrote is printed as it is, brackets and all; other libraries say nothing of their own."""
 
+import io
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
+from rich.console import Console
+from test_terminal import BRACKETS
+from tiny_training import recipe_content, write_corpus, write_target
+
+from trainer.recipe.reading import parse_recipe
+from trainer.run.train import run_recipe
 
 
 def test_the_command_line_quiets_other_libraries_and_debug_does_not() -> None:
@@ -37,3 +46,16 @@ def test_the_command_line_quiets_other_libraries_and_debug_does_not() -> None:
     assert "chatter" not in quiet_errors and "a word of our own" in quiet_errors
     loud, loud_errors = said("debug")
     assert loud.split() == ["True", "False", "False"] and loud_errors.count("chatter") >= 1
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_recipe_with_brackets_in_its_name_trains_to_its_end(tmp_path: Path, terminal: bool) -> None:
+    write_target(tmp_path / "target")
+    write_corpus(tmp_path)
+    heard, content = io.StringIO(), {**recipe_content(tmp_path, "medusa", steps=2), "name": BRACKETS}
+    AcceleratorState._reset_state(True)
+    try:
+        final = run_recipe(parse_recipe(content), Console(file=heard, width=300, force_terminal=terminal))
+    finally:
+        AcceleratorState._reset_state(True)
+    assert final.is_dir() and heard.getvalue().count(f"{BRACKETS}") >= 2

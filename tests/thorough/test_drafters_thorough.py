@@ -1,17 +1,11 @@
 """Every drafter through the whole loop with sampling: the text of a seed, and the target's distribution."""
 
 import pytest
-from drafter_checks import DRAFTERS, check_greedy, check_text_of_the_seed
-from test_drafters import FEW
+from drafter_checks import DRAFTERS, check_text_of_the_seed
 from test_generate import FALSE_ALARM, TARGET_SEED, TEXTS, decode_many, drafter_called, small_llama
 
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
-
-
-@pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - set(FEW)))
-def test_greedy_output_is_plain_greedy(tiny_llama: CausalLM, tiny_draft: CausalLM, name: str) -> None:
-    check_greedy(tiny_llama, DRAFTERS[name](tiny_llama, tiny_draft))
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -1,18 +1,10 @@
-"""The drafters, families and batch sizes that tests/test_generate_batch.py leaves out, in the same tests."""
+"""Every drafter in batches, under a policy that drafts now and then."""
 
 import pytest
-import test_generate_batch as few
 from scripted_drafters import RandomPolicy
-from test_generate_batch import COUNT, DRAFTERS, FEW_DRAFTERS, PROMPTS, drafter_of, llama, plain_texts
+from test_generate_batch import COUNT, DRAFTERS, PROMPTS, drafter_of, llama, plain_texts
 
 from decoding.generate import DecodingConfig, Engine
-
-OTHER_DRAFTERS = [name for name in DRAFTERS if name not in FEW_DRAFTERS]
-
-
-@pytest.mark.parametrize("name", OTHER_DRAFTERS)
-def test_every_row_is_sampled_as_it_is_alone_whatever_stands_beside_it(name: str) -> None:
-    few.test_every_row_is_sampled_as_it_is_alone_whatever_stands_beside_it(name)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from test_chat import ASKED
 from tiny_models import counting_model, tiny_model
 from tiny_training import CHAT_TEMPLATE, WORDS, tiny_tokenizer, write_rows
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from decoding.drafters.base import DraftRequest
 from decoding.drafters.draft_model import DraftModelSession
@@ -306,3 +307,41 @@ def test_options_that_do_not_go_together_are_refused(
     with pytest.raises(ValueError, match=complaint):
         regenerate(RegenerateOptions(**{**vars(chosen), **change}))
     assert not (tmp_path / "answers.jsonl").exists()
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+def counting_target(folder: Path, template: str) -> PreTrainedTokenizerBase:
+    tokenizer = tiny_tokenizer(template)
+    counting_model().save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    return tokenizer
+
+
+def test_the_target_sees_the_tools_of_a_row_and_training_on_its_answer_does(tmp_path: Path) -> None:
+    """A template that ends its question with the first tool's name: the target counts on from there."""
+    first = "{{ tools[0].function.name if tools else '' }} "
+    tokenizer = counting_target(tmp_path, f"{first}{CHAT_TEMPLATE}{{% if add_generation_prompt %}}{first}{{% endif %}}")
+    row = {"prompt": "j", "tools": '[{"name": "h"}]'}
+    regenerate(options(tmp_path, tmp_path / "target", [row, "j"]))
+    having, without = rows(tmp_path / "answers.jsonl")
+    assert contents(having) == ["j", "i j k l"] and contents(without) == ["j", "k l"]
+    assert having["tools"] == [{"type": "function", "function": {"name": "h"}}] and "tools" not in without
+    section = DataSection(train="", heldout="", max_length=32)
+    examples = load_dataset(str(tmp_path / "answers.jsonl"), section, tokenizer).examples
+    #                                                 h <user> j  h  i   j   k   l <unk> <eos>
+    assert [each.tokens.tolist() for each in examples] == [[11, 2, 13, 11, 12, 13, 14, 15, 0, 1], [2, 13, 14, 15, 0, 1]]
+
+
+@pytest.mark.parametrize(("function", "written"), [("l", ["k l", "i j k l"]), ("i", ["k l"])])
+def test_a_result_follows_a_text_that_names_its_function_and_no_other(
+    tmp_path: Path, function: str, written: list[str]
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": function, "arguments": "{}"}}
+    made = {"role": "assistant", "content": None, "tool_calls": [call]}
+    talk = [{"role": "user", "content": "j"}, made, {"role": "tool", "tool_call_id": "1", "content": "h"}, ASKED[1]]
+    counting_target(tmp_path, CHAT_TEMPLATE.replace("== 'user'", "!= 'assistant'"))
+    regenerate(options(tmp_path, tmp_path / "target", [{"messages": talk}]))
+    (row,) = rows(tmp_path / "answers.jsonl")
+    assert [each["content"] for each in row["messages"] if each["role"] == "assistant"] == written

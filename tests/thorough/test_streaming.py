@@ -167,6 +167,6 @@ def test_prompts_by_name_are_streamed_and_a_row_without_one_is_left_out_and_said
 
 def test_every_set_by_name_is_one_of_the_hubs_with_a_field_and_a_licence() -> None:
     assert PRESETS.keys() == {"perfectblend", "ultrachat", "sharegpt", "magpie", "gsm8k", "codealpaca"}
-    page = (Path(__file__).parents[1] / "docs" / "how-to" / "data.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "data.md").read_text()
     for name, preset in PRESETS.items():
         assert f"| `{name}` | `{preset.source}` | `{preset.field}` | {preset.licence} |" in page

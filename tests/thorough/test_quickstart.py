@@ -24,7 +24,7 @@ from trainer.export.exporter import export
 from trainer.export.serve import Serving, commands_of
 from trainer.export.task import Artefact
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def install_embedded(folder: Path) -> Path:

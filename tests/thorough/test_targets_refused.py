@@ -14,7 +14,7 @@ from decoding.model.loading import load_tokenizer
 from trainer.cli import app
 from trainer.terminal.exit_codes import ExitCode
 
-RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "any" / "medusa1.yaml"
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "any" / "medusa1.yaml"
 OVERRIDES = "name=x target=TARGET data.train=rows.jsonl data.heldout=rows.jsonl data.max_length=64 output=out"
 DIAGNOSE = "diagnose draft:draft --target TARGET --prompts rows.jsonl --max-new-tokens 4"
 COMMANDS = (

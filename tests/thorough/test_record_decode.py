@@ -11,7 +11,7 @@ import pytest
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))  # where the two scripts stand
 drawing, recording = import_module("decode_picture"), import_module("record_decode")
 REPORT = ROOT / "benchmarks" / "results" / "amd-epyc-2-cores" / "decode.json"
