@@ -139,7 +139,6 @@ class DSparkDraft(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear) and (self.markov is None or module is not self.markov.output):
                 nn.init.normal_(module.weight, std=_SPREAD)
-        self.sights = config.sights
         self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}  # no buffer: a narrower dtype would round it
         self.lm_head = None
         if config.draft_vocab_size is not None:
@@ -189,7 +188,7 @@ class DSparkDraft(nn.Module):
 
         ``keys_at``: the positions of all keys in ``held``, for layers with a window or a causal block.
         """
-        x, rotary, sights = embedded.to(self.fc.weight), self.rotary(positions), self.sights
+        x, rotary, sights = embedded.to(self.fc.weight), self.rotary(positions), self.config.sights
         masks = {sight: _seen(sight, mask, positions, keys_at, x) for sight in set(sights)}
         for index, layer in enumerate(self.layers):
             normed = layer.input_layernorm(x)  # type: ignore[operator]
