@@ -16,7 +16,7 @@ from decoding.drafters import DSparkDrafter
 from decoding.drafters.dspark import TextKeys
 from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
-from decoding.model.dspark_config import Sight
+from decoding.model.dspark_config import DSparkConfig, Sight
 from decoding.model.dspark_draft import DSparkDraft, PairedDSpark
 from decoding.rules.sampling import SamplingConfig
 
@@ -104,7 +104,7 @@ def test_the_plain_forward_tells_windows_and_causal_blocks_and_shifted_positions
     wanted, run, rotary, keys = block_logits(draft, deep, text), TextKeys.run, DSparkDraft.rotary, DSparkDraft.text_keys
     own = draft.layers[0].input_layernorm
     mutants = [
-        *((draft, "sights", (Sight(*other),)) for other in ((3, False), (4, True), (2, True), (None, True))),
+        *((DSparkConfig, "sights", (Sight(*other),)) for other in ((3, False), (4, True), (2, True), (None, True))),
         (DSparkDraft, "rotary", lambda self, positions: rotary(self, positions * (positions < len(text) - 1))),
         (DSparkDraft, "text_keys", lambda self, states, positions: keys(self, states.roll(1, 1), positions)),
         (TextKeys, "run", lambda self, embedded: own(run(self, embedded))),
