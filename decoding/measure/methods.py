@@ -151,7 +151,7 @@ def our_method(
     if drafter is None:
         return Method(setting, name, label, run, temperature=temperature)
     is_chain, kinds = drafter.chains_only or target.no_trees is not None, drafter.kinds(config.sampling)
-    rules = {lossless_rule_for(kind, is_chain).name for kind in kinds} if config.rule is None else {config.rule.name}
+    rule = "greedy" if config.sampling.greedy else None if config.rule is None else config.rule.name
     drafts: Drafts = "deterministic" if drafter.artefact is None else "greedy"
     return Method(
         setting,
@@ -160,7 +160,7 @@ def our_method(
         run,
         artefact=drafter.artefact,
         temperature=temperature,
-        rule="greedy" if config.sampling.greedy else " or ".join(sorted(rules)),
+        rule=rule or " or ".join(sorted({lossless_rule_for(kind, is_chain).name for kind in kinds})),
         shape="chain" if is_chain else "tree",
         drafts=drafts if kinds == {ProposalKind.DETERMINISTIC} else "sampled",
         max_positions=drafter.max_positions,

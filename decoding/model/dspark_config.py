@@ -197,7 +197,7 @@ class DSparkConfig:
         windows = [self.sliding_window if slides else None for slides in sliding]
         return tuple(map(Sight, windows, causal))
 
-    @cached_property
+    @property
     def slots(self) -> int:
         """Tokens of a block: the newest token and the masks."""
         return self.block_size + (not self.sample_from_anchor)

@@ -139,7 +139,6 @@ class DSparkDraft(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear) and (self.markov is None or module is not self.markov.output):
                 nn.init.normal_(module.weight, std=_SPREAD)
-        self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}  # no buffer: a narrower dtype would round it
         self.lm_head = None
         if config.draft_vocab_size is not None:
             self.lm_head = OutputLayer(width, config.draft_vocab_size, bias=False).requires_grad_(False)
@@ -161,9 +160,7 @@ class DSparkDraft(nn.Module):
 
     def rotary(self, positions: Int[Tensor, "batch positions"]) -> tuple[Tensor, Tensor]:
         """Return the cosine and sine of each position's angles, each (batch, positions, dim), in the draft's dtype."""
-        if (device := positions.device) not in self._frequencies:
-            self._frequencies[device] = self.config.frequencies(device)
-        frequencies, factor = self._frequencies[device]
+        frequencies, factor = self.config.frequencies(positions.device)
         angles = positions[..., None].float() * frequencies
         angles = torch.cat((angles, angles), -1)
         both = (angles.cos(), angles.sin()) if factor == 1.0 else (angles.cos() * factor, angles.sin() * factor)
