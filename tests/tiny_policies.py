@@ -9,7 +9,7 @@ from tiny_training import tiny_tokenizer
 
 from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Example
-from trainer.drafts.on_policy import Order, Origin, PolicySource, TextWriter, WindowFiles
+from trainer.drafts.on_policy import AnswerSource, Order, PolicySource, TextWriter, WindowFiles
 from trainer.processes import Process
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import PolicySection
@@ -40,7 +40,7 @@ def writer_of(policy: PolicySection, num_draft_tokens: int = 3, ends: tuple[int,
     return TextWriter(target(), policy, num_draft_tokens, ends, seed=5)
 
 
-def orders_of(kind: Origin, count: int = len(PROMPTS)) -> list[Order]:
+def orders_of(kind: AnswerSource, count: int = len(PROMPTS)) -> list[Order]:
     """An order for each prompt, in one step."""
     return [Order(0, position, position, kind, PROMPTS[position]) for position in range(count)]
 

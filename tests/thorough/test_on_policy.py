@@ -21,7 +21,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaHeads
 from trainer.data.batch import Batch, BatchSource, Example, IndexedExample, Offline, collate
 from trainer.drafts.distill import DistillObjective, OnlineTeacher
-from trainer.drafts.on_policy import GeneratedText, Origin, WindowFiles
+from trainer.drafts.on_policy import AnswerSource, GeneratedText, WindowFiles
 from trainer.drafts.start import InitialDraft
 from trainer.heads.medusa1 import MedusaObjective, decoding_copy
 from trainer.processes import Process
@@ -194,7 +194,9 @@ def plain(place: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("kind", ["target", "loop"])
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
-def test_at_temperature_0_target_and_loop_write_what_the_target_writes_greedily(kind: Origin, batch_size: int) -> None:
+def test_at_temperature_0_target_and_loop_write_what_the_target_writes_greedily(
+    kind: AnswerSource, batch_size: int
+) -> None:
     writer = writer_of(policy_of(loop=1, temperature=0, batch_size=batch_size), ends=())
     for text in writer.write(orders_of(kind), draft()):
         prompt = PROMPTS[text.position]
@@ -226,7 +228,7 @@ def test_what_is_rejected_is_where_the_target_corrected_the_draft(monkeypatch: p
 
 
 @pytest.mark.parametrize("kind", ["target", "loop"])
-def test_what_a_text_says_does_not_depend_on_those_beside_it(kind: Origin) -> None:
+def test_what_a_text_says_does_not_depend_on_those_beside_it(kind: AnswerSource) -> None:
     """At temperature 1, alone and among others, in an order or the other, in batches of any size."""
     orders = orders_of(kind)
     together = writer_of(policy_of(loop=1)).write(orders, draft())

@@ -142,7 +142,7 @@ class PromptDraws:
         self._first: dict[str, int] = {}
         """The first draw with the same words."""
         others = () if wanted.without is None else read_conversations(wanted.without, None, None, 1, chat=True)
-        self._others = frozenset(_words(str(each.turns[0][-1]["content"])) for each in others)
+        self._others = frozenset(_words(str(other.turns[0][-1]["content"])) for other in others)
 
     def resume(self, answers: AnswerFile) -> None:
         """Read the draws of an earlier run."""
