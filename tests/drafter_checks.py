@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+from scripted_drafters import RandomPolicy
 from tiny_dspark import states_at, tiny_dflash, tiny_dspark
 from tiny_eagle3 import tiny_eagle3
 from tiny_models import naive_greedy
@@ -203,11 +204,13 @@ class Digits:
 
 
 def check_greedy(target: CausalLM, drafter: Drafter, count: int = 12) -> None:
-    """Check that the output is plain greedy decoding's, alone, in batches, penalised, and if texts end in a block."""
+    """Check that the text is plain greedy decoding's: alone, in batches, by any policy, penalised, ended in a block."""
     plain = [naive_greedy(target.model, prompt, count) for prompt in PROMPTS]
     for batch_size, length in ((1, count), (3, count), (3, 1), (2, 2)):
         texts = Engine(target, drafter).decode(PROMPTS, DecodingConfig(length), batch_size=batch_size)
         assert [text.tokens for text in texts] == [text[:length] for text in plain]
+    texts = Engine(target, drafter, RandomPolicy(0)).decode(PROMPTS, DecodingConfig(count), batch_size=3)
+    assert [text.tokens for text in texts] == plain
     config = DecodingConfig(count, stop_strings=(Digits().decode(plain[0][5:7]),))
     texts = Engine(target, drafter, tokenizer=Digits()).decode(PROMPTS, config, batch_size=3)
     for prompt, text, whole in zip(PROMPTS, texts, plain, strict=True):

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ import trainer.run.checkpoint
 from trainer.files import folders
 from trainer.files.folders import LOCK_NAME, hold, write_folder
 from trainer.recipe.common import TrainingSection
-from trainer.run.checkpoint import Checkpoints, Progress, Saved
+from trainer.run.checkpoint import Best, Checkpoints, Progress, Saved
 from trainer.run.distributed import build_optimizers
 from trainer.run.state import gather_moments, gather_weights, load_moments, load_weights
 
@@ -130,6 +129,16 @@ def test_resumed_moments_are_on_the_device_of_their_parameters_with_adamws_step(
         set(state) in ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}) for state in states_of(optimizers)
     )
     assert {value.device.type for state in states_of(optimizers) for value in state.values()} == {"meta"}
+
+
+def test_the_best_weights_so_far_come_back_with_the_newest_checkpoint(tmp_path: Path) -> None:
+    model, optimizers = trained_model()
+    before, after = checkpoints(tmp_path), checkpoints(tmp_path)
+    before.best = Best(Progress(2, 200), 3.5, gather_weights(model), ((30, 10), (7, 2)))
+    save(before, model, optimizers, Progress(4, 400))
+    after.latest()
+    assert after.best is not None and after.best._replace(weights={}) == before.best._replace(weights={})
+    assert all(torch.equal(tensor, before.best.weights[name]) for name, tensor in after.best.weights.items())
 
 
 def states_of(optimizers: list[Optimizer]) -> list[dict[str, Tensor]]:
@@ -319,16 +328,3 @@ def test_waiting_for_the_other_run_says_so_and_then_goes_on(tmp_path: Path, monk
 
         with hold(tmp_path, on_wait):
             assert said == [said[0]] and said[0].startswith(f"waiting for process {other.pid} on ")
-
-
-def test_a_process_may_hold_a_folder_twice_and_keeps_it_until_the_last_end(tmp_path: Path) -> None:
-    with hold(tmp_path):
-        with hold(tmp_path):
-            pass
-        assert (tmp_path / LOCK_NAME).exists()
-        program = "import sys; from pathlib import Path; from trainer.files.folders import hold\n"
-        program += "with hold(Path(sys.argv[1])): raise AssertionError('held twice')"
-        words = [sys.executable, "-c", program, str(tmp_path)]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        assert done.returncode == 1 and f"process {os.getpid()} on" in done.stderr
-    assert not (tmp_path / LOCK_NAME).exists()

@@ -39,10 +39,7 @@ from decoding.rules.tree import Proposal, ProposalKind
 
 SAMPLED = SamplingConfig(1.0, top_p=0.9)
 PENALISED = SamplingConfig(0.9, repetition_penalty=1.4)
-FEW = [
-    *("chain", "draft tree", "Markov heads", "DSpark tree", "EAGLE-3 chain", "EAGLE-3 best tree", "lookup"),
-    "drawn hybrid",
-]
+FEW = ["chain", "draft tree", "Markov heads", "DSpark tree", "EAGLE-3 best tree", "lookup", "drawn hybrid"]
 """They stand for all in `make check`."""
 ALL = pytest.mark.parametrize("name", few(DRAFTERS, FEW))
 
@@ -277,8 +274,10 @@ def test_head_k_drafts_the_token_k_plus_two_after_its_hidden_state(counting: Cau
     ]
 
 
-def test_heads_that_are_right_are_accepted_whole_through_the_loop(counting: CausalLM) -> None:
-    drafter = MedusaDrafter(counting_heads(), [[0], [0, 0], [0, 0, 0]])
+@pytest.mark.parametrize("beside", [[], [[1]]], ids=["chain", "tree"])
+def test_heads_that_are_right_are_accepted_whole_through_the_loop(counting: CausalLM, beside: list[list[int]]) -> None:
+    """In the tree the accepted nodes are not the first ones, and the heads still read the state of the last."""
+    drafter = MedusaDrafter(counting_heads(), [[0], *beside, [0, 0], [0, 0, 0]])
     generation = Engine(counting, drafter).decode([0], DecodingConfig(13))
     assert generation.tokens == tuple(range(1, 14))
     # The prefill writes one, then three times three drafted and one written.

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -138,6 +139,9 @@ def test_a_step_keeps_its_tree_and_its_accepted_nodes_where_they_are_asked_for(c
     assert all(
         step.tree is None for step in Engine(counting, ScriptedDrafter(*drafts)).decode([0], DecodingConfig(10)).steps
     )
+    config = replace(config, eos_token_ids=(5,))
+    last = Engine(counting, ScriptedDrafter(*drafts)).decode([0], config).steps[-1]
+    assert (last.tokens, last.accepted, last.offered, last.path) == ((5,), 1, 1, (2,)), "6 was right, but too late"
 
 
 def test_the_drafter_is_given_the_text_and_the_room_that_is_left(counting: CausalLM) -> None:

@@ -22,7 +22,7 @@ from trainer.target import loading
 
 
 @pytest.fixture(autouse=True)
-def _no_state_of_accelerate() -> Any:
+def no_state_of_accelerate() -> Any:
     AcceleratorState._reset_state(True)
     yield
     AcceleratorState._reset_state(True)

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from accelerate.state import AcceleratorState
 from rich.console import Console
 from test_terminal import BRACKETS
 from tiny_training import recipe_content, write_corpus, write_target
@@ -53,9 +52,5 @@ def test_a_recipe_with_brackets_in_its_name_trains_to_its_end(tmp_path: Path, te
     write_target(tmp_path / "target")
     write_corpus(tmp_path)
     heard, content = io.StringIO(), {**recipe_content(tmp_path, "medusa", steps=2), "name": BRACKETS}
-    AcceleratorState._reset_state(True)
-    try:
-        final = run_recipe(parse_recipe(content), Console(file=heard, width=300, force_terminal=terminal))
-    finally:
-        AcceleratorState._reset_state(True)
+    final = run_recipe(parse_recipe(content), Console(file=heard, width=300, force_terminal=terminal))
     assert final.is_dir() and heard.getvalue().count(f"{BRACKETS}") >= 2

@@ -1,12 +1,11 @@
 """`headstart train --dry-run`: measured by a few real steps; an untrained artefact is left, and nothing else."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.state import AcceleratorState
+from test_launching import no_state_of_accelerate  # noqa: F401  # a fixture
 from tiny_training import recipe_content, write_corpus, write_target
 from typer.testing import CliRunner
 
@@ -30,13 +29,6 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator() -> Iterator[None]:
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
 
 
 @pytest.mark.parametrize("kind", CASES)

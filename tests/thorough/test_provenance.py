@@ -3,7 +3,10 @@
 import hashlib
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
@@ -22,6 +25,7 @@ from tiny_training import recipe_content, tiny_tokenizer, write_corpus, write_ta
 from decoding.files.fingerprint import stored_fingerprint
 from trainer.export.companions import target_of
 from trainer.export.exporter import export
+from trainer.files.folders import LOCK_NAME, hold
 from trainer.processes import Process
 from trainer.recipe.reading import AnyRecipe, parse_recipe
 from trainer.run import loop
@@ -313,6 +317,19 @@ def test_two_runs_in_one_folder_are_one_too_many(workshop: Path) -> None:
         assert [path.name for path in (workshop / "run").iterdir()] == ["run.lock"]
     train(workshop)
     assert not (workshop / "run" / "run.lock").exists()
+
+
+def test_a_process_may_hold_a_folder_twice_and_keeps_it_until_the_last_end(tmp_path: Path) -> None:
+    with hold(tmp_path):
+        with hold(tmp_path):
+            pass
+        assert (tmp_path / LOCK_NAME).exists()
+        program = "import sys; from pathlib import Path; from trainer.files.folders import hold\n"
+        program += "with hold(Path(sys.argv[1])): raise AssertionError('held twice')"
+        words = [sys.executable, "-c", program, str(tmp_path)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 1 and f"process {os.getpid()} on" in done.stderr
+    assert not (tmp_path / LOCK_NAME).exists()
 
 
 @pytest.mark.parametrize("change", [{"learning_rate": 5e-4}, {"mixed_precision": "bf16"}])

@@ -15,6 +15,7 @@ from test_cli import (
     models,  # noqa: F401  # fixtures
     run,
 )
+from test_evaluate_served import environment  # noqa: F401  # a fixture
 from test_registry import (
     SPECS,
     target,  # noqa: F401
@@ -32,12 +33,6 @@ from decoding.rules.sampling import SamplingConfig
 
 QUICK = ["--limit", "2", "--max-new-tokens", "6", "--draws", "30"]
 SAMPLED = SamplingConfig(1.0)
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
 def verify(models: Path, *words: str, quick: list[str] = QUICK) -> tuple[int, str]:
