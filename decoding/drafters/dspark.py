@@ -56,7 +56,7 @@ class DSparkDrafter(Drafter):
                 "this draft's bias remembers all tokens of a chain (markov_head_type rnn): set tokens, not a tree"
             )
         self.draft = draft
-        self.name = "dspark" if config.markov_rank else "dflash"
+        self.name = "dflash" if config.is_dflash else "dspark"
         self.growth = Growth(shape, sampled)
         self.budgets = shape.budgets
         self.taps = config.target_layer_ids
