@@ -21,7 +21,6 @@ from decoding.threads import spin_briefly
 spin_briefly()  # before torch is imported
 
 import torch
-from trainer.drafts.eagle3 import eagle3_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from decoding.measure.machine import commit
@@ -31,6 +30,7 @@ from decoding.model.eagle3_draft import Eagle3Draft
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.commands.dry_run import checkpoint_bytes
 from trainer.drafts.dspark_start import dspark_config
+from trainer.drafts.eagle3_training import eagle3_config
 from trainer.recipe.draft import DSparkSection, TeacherSection
 from trainer.recipe.reading import load_recipe
 from trainer.target.features import FeatureOrigin

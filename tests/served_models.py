@@ -46,9 +46,9 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 class Desk:
     """A target in ``folder``/target, and its own texts to train on: (texts, positions), prompts included."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, family: str = "llama", layers: int = 2) -> None:
         self.folder, self.tokenizer = folder, byte_tokenizer(_TEMPLATE)
-        model = tiny_model("llama", **_SIZES)
+        model = tiny_model(family, num_hidden_layers=layers, **_SIZES)
         model.save_pretrained(folder / "target")
         self.tokenizer.save_pretrained(folder / "target")
         self.target = CausalLM(model)

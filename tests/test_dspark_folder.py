@@ -108,6 +108,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "DSpark": {"tree": ((0,), (1,), (0, 0))},
     "fill-in, with confidence": {"sample_from_anchor": False, "enable_confidence_head": True},
     "DFlash": {"rank": 0, "sample_from_anchor": False},
+    "DSpark without a bias": {"rank": 0, "enable_confidence_head": True, "confidence_head_with_markov": False},
     "few tokens": {"writes": (0, 2, 3, 5, 15), "tree": ((0,), (4,), (0, 0))},
     "gated": {"markov_head_type": "gated"},
     "windows": {**WINDOWS, "is_causal": False, "rope_scaling": LLAMA3, "target_layer_ids": (1, 3)},
@@ -255,6 +256,10 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"sample_from_anchor": True, "markov_rank": 3, "block_size": 4},
     ),
+    "DeepSpec, no bias": (
+        {"architectures": ["Qwen3DSparkModel"], **LAYERS, "target_layer_ids": [0, 2], "markov_rank": 0, **BLOCK},
+        {"sample_from_anchor": True, "markov_rank": 0, "block_size": 4},
+    ),
     "nested": (
         {
             "architectures": ["Qwen3DSparkModel"],
@@ -357,11 +362,6 @@ SIZES: dict[str, tuple[dict[str, Any], str]] = {
     "a deep tree": ({"tokens": 2, "tree": ((0,), (0, 0), (0, 0, 0))}, "3 deep, but a pass drafts 2 tokens: shorten"),
     "a tree without a parent": ({"tree": ((1, 0),)}, r"tree path \[1, 0\] lacks its parent"),
     "no tokens": ({"tokens": 0}, "block_size is 0"),
-    "DFlash from its anchor": ({"rank": 0}, "sample_from_anchor is true with a markov_rank of 0"),
-    "DFlash with a confidence": (
-        {"rank": 0, "sample_from_anchor": False, "enable_confidence_head": True},
-        "enable_confidence_head is true with a markov_rank of 0",
-    ),
 }
 
 

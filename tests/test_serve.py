@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from changed_folders import with_config
 
 from trainer.export.companions import ServingPlan
 from trainer.export.serve import ServerCommand, Serving, commands_of
@@ -19,9 +20,15 @@ PLAN = ServingPlan("M, 2 threads", (), ((1, 2, 3), (3, 8, 1), (9, 16, 0)))
 DRAFT = Artefact("draft", 9, "float32", hidden_size=8, vocab_size=128, layers=1)
 HEADS = replace(DRAFT, format="heads", heads=3)
 DSPARK = replace(DRAFT, format="dspark", at_once=4, markov_rank=8)
-DFLASH = replace(DSPARK, markov_rank=0)
+DFLASH = replace(DSPARK, markov_rank=0, dflash=True)
 EAGLE3 = replace(DRAFT, format="eagle3", eagle3=True)
 GGUF = replace(DRAFT, format="gguf")
+CONFIG: dict[str, Any] = {"model_type": "llama", "vocab_size": 128, "max_position_embeddings": 64, "head_dim": 64}
+CONFIG |= {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+CONFIG |= {"num_key_value_heads": 1, "block_size": 4, "mask_token_id": 1, "target_layer_ids": [0]}
+CONFIG |= {"draft_vocab_size": 128}
+"""Sizes of a draft of any kind."""
+KINDS = {"dspark": "Qwen3DSparkModel", "dflash": "DFlashDraftModel", "eagle3": "LlamaForCausalLMEagle3"}
 
 
 def folder_of(path: Path, **config: Any) -> Path:
@@ -33,13 +40,19 @@ def folder_of(path: Path, **config: Any) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A draft's; of heads and GGUF files nothing is read."""
-    config = {"model_type": "llama", "vocab_size": 128, "max_position_embeddings": 64, "head_dim": 64}
-    return folder_of(tmp_path / "a folder", **config)
+    return folder_of(tmp_path / "a folder", **CONFIG)
+
+
+def commands(artefact: Artefact, folder: Path, **given: Any) -> tuple[ServerCommand, ...]:
+    if artefact.reads_states:
+        with_config(architectures=[KINDS[artefact.method]], markov_rank=artefact.markov_rank)(folder)
+    return commands_of(
+        Serving(**{"artefact": artefact, "folder": folder, "path": str(folder), "target": TARGET, **given})
+    )
 
 
 def command(artefact: Artefact, folder: Path, server: str = "vllm", **given: Any) -> ServerCommand:
-    serving = Serving(**{"artefact": artefact, "folder": folder, "path": str(folder), "target": TARGET, **given})
-    (found,) = (each for each in commands_of(serving) if each.server == server)
+    (found,) = (each for each in commands(artefact, folder, **given) if each.server == server)
     return found
 
 
@@ -78,7 +91,7 @@ def noted(found: ServerCommand, text: str) -> bool:
 def test_each_format_has_the_commands_of_the_servers_that_take_it(
     folder: Path, artefact: Artefact, servers: list[str]
 ) -> None:
-    found = commands_of(Serving(artefact, folder, "DIR", TARGET))
+    found = commands(artefact, folder, path="DIR")
     assert [each.server for each in found] == servers
     assert all("DIR" in each.shell and str(folder) not in each.shell for each in found)
 
@@ -136,9 +149,7 @@ def test_sglang_verifies_one_token_more_than_is_drafted(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("artefact", "method"), [(DSPARK, "dspark"), (DFLASH, "dflash")])
-def test_a_dspark_draft_is_named_by_its_method_in_every_server(
-    folder: Path, tmp_path: Path, artefact: Artefact, method: str
-) -> None:
+def test_a_dspark_draft_is_named_by_its_method_in_every_server(folder: Path, artefact: Artefact, method: str) -> None:
     found = command(artefact, folder, path="runs/dspark")
     assert vllm_config(found) == {"method": method, "model": "runs/dspark", "num_speculative_tokens": 4}
     assert not warned(found, "another method"), "vLLM keeps a method of these names, whatever the path"
@@ -148,8 +159,8 @@ def test_a_dspark_draft_is_named_by_its_method_in_every_server(
     assert words[words.index("--speculative-algorithm") + 1] == method.upper() and words[-2:] == size[method]
     file = command(replace(artefact, format="gguf"), folder, "llama.cpp", plan=replace(PLAN, drawn=True))
     assert file.argv[5:7] == ("--spec-type", f"draft-{method}") and warned(file, "drafts by argmax")
-    narrow = folder_of(tmp_path / "narrow", head_dim=32)
-    assert warned(command(artefact, narrow), "head_dim is 32, but vLLM's GPU kernels support only 64 and 128")
+    with_config(head_dim=32)(folder)
+    assert warned(command(artefact, folder), "head_dim is 32, but vLLM's GPU kernels support only 64 and 128")
 
 
 def test_an_eagle3_draft_is_named_by_its_method_in_every_server(folder: Path, tmp_path: Path) -> None:
@@ -163,11 +174,10 @@ def test_an_eagle3_draft_is_named_by_its_method_in_every_server(folder: Path, tm
     )  # fmt: skip
     file = command(replace(EAGLE3, format="gguf"), folder, "llama.cpp", plan=replace(PLAN, drawn=True))
     assert file.argv[5:7] == ("--spec-type", "draft-eagle3") and warned(file, "drafts by argmax")
-    named = folder_of(tmp_path / "named", model_type="llama", eagle_aux_hidden_state_layer_ids=[2, 4, 5])
-    assert warned(command(EAGLE3, named, "sglang"), "SGLang ignores the layers that the config names")
-    for config in ({"model_type": "qwen3"}, {"sliding_window": 4}, {"norm_before_residual": True}):
-        other = folder_of(tmp_path / "-".join(config), **{"model_type": "llama", **config})
-        assert [each.server for each in commands_of(Serving(EAGLE3, other, "DIR", TARGET))] == ["vllm"]
+    window = {"sliding_window": 4, "layer_types": ["sliding_attention"]}
+    for config in (window, {"norm_before_residual": True}, {"eagle_aux_hidden_state_layer_ids": [2, 4]}):
+        other = folder_of(tmp_path / "-".join(config), **CONFIG, **config)
+        assert [each.server for each in commands(EAGLE3, other)] == ["vllm"]
 
 
 # --- the traps --------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from accelerate.state import AcceleratorState
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -101,13 +102,19 @@ def deepened(folder: Path, target: Path, kept: Sequence[int], layers: int = 8) -
     return folder
 
 
-def fit_eagle3(folder: Path, target: Path, vocabulary: int | None = None, steps: int = 80, **changes: Any) -> Path:
-    """Fit an EAGLE-3 draft of the default layers to sentences, one recycled state deep; return its folder."""
+def fit_eagle3(
+    folder: Path, target: Path, vocabulary: int | None = None, texts: Tensor | None = None, **changes: Any
+) -> Path:
+    """Fit an EAGLE-3 draft of the default layers to sentences, one recycled state deep; return its folder.
+
+    ``texts``: other texts, (texts, positions).
+    """
     torch.manual_seed(0)
     model, tokenizer = CausalLM(load_model(str(target), torch.float32)), bpe_tokenizer()
     tokenizer.pad_token = END
     rows = tokenizer([text + END for text in sentences(96, seed=400)], padding=True, return_tensors="pt")
-    ids, size, layers = rows["input_ids"], model.vocab_size, default_layers(model.num_layers)
+    ids, known = (rows["input_ids"], rows["attention_mask"] == 1) if texts is None else (texts, texts >= 0)
+    size, layers = model.vocab_size, default_layers(model.num_layers)
     writes = most_frequent_tokens(ids.tolist(), vocabulary or size, size)
     sizes: dict[str, Any] = {
         "hidden_size": model.hidden_size,
@@ -116,15 +123,15 @@ def fit_eagle3(folder: Path, target: Path, vocabulary: int | None = None, steps:
         "head_dim": 16,
     }
     sizes |= {"num_key_value_heads": 1, "vocab_size": size, "draft_vocab_size": len(writes)}
-    draft = Eagle3Draft(Eagle3Config(**sizes, target_layer_ids=layers, **changes))
+    draft = Eagle3Draft(Eagle3Config(**sizes | changes, target_layer_ids=layers))
     draft.write_only(writes)
     with torch.no_grad():
         states = model.model(input_ids=ids, output_hidden_states=True).hidden_states
         tapped, embedded = torch.cat([states[layer + 1] for layer in layers], -1), states[0]
     outputs = torch.full((size,), -100).index_copy(0, torch.tensor(writes), torch.arange(len(writes)))
-    labels = outputs[ids].where(rows["attention_mask"] == 1, -100)
+    labels = outputs[ids].where(known, -100)
     optimizer, positions = torch.optim.AdamW(draft.parameters(), lr=1e-2), torch.arange(ids.shape[1])[None]
-    for _ in range(steps):
+    for _ in range(80):
         drawn, loss = torch.randint(len(ids), (16,)), torch.zeros(())
         state = draft.fused(tapped[drawn])
         for first in (1, 2):  # of the tokens that are paired with the state of slot 0

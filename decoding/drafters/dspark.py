@@ -58,7 +58,7 @@ class DSparkDrafter(GrownDrafter):
                 "this draft's bias remembers all tokens of a chain (markov_head_type rnn): set tokens, not a tree"
             )
         self.draft = draft
-        self.name = "dspark" if config.markov_rank else "dflash"
+        self.name = "dflash" if config.is_dflash else "dspark"
         self._grow(shape, sampled, None if tree is None else "tree")
         self.taps = config.target_layer_ids
 

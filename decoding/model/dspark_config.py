@@ -62,8 +62,8 @@ class DSparkConfig:
     predicts the token in its own place, and the block has one more token, which files of DFlash and speculators count
     in ``block_size``.
 
-    ``markov_rank`` 0 means that there is no bias (DFlash); it excludes the anchor and the confidence head. ``tree``:
-    the paths of ranks drafted by default, empty for a chain. ``draft_vocab_size``: the number of tokens that the draft
+    ``markov_rank`` 0 means that there is no bias, as in DFlash and in ablations of DSpark. ``tree``: the paths of ranks
+    drafted by default, empty for a chain. ``draft_vocab_size``: the number of tokens that the draft
     writes, with its own lm_head; None means all tokens, with the target's lm_head.
 
     ``layer_types``: for each layer, whether it attends to the whole text or to the last ``sliding_window`` positions;
@@ -120,9 +120,6 @@ class DSparkConfig:
             raise UserError(
                 f"head_dim is {self.head_dim}: use one of {', '.join(map(str, HEAD_DIMS))}, which servers support"
             )
-        if not self.markov_rank and (self.sample_from_anchor or self.enable_confidence_head):
-            name = "sample_from_anchor" if self.sample_from_anchor else "enable_confidence_head"
-            raise UserError(f"{name} is true with a markov_rank of 0: no server supports this in a DFlash draft")
         if self.block_size >= MOST_NODES:
             raise UserError(f"block_size is {self.block_size}: use at most {MOST_NODES - 1}")
         if self.draft_vocab_size is not None:
@@ -198,6 +195,11 @@ class DSparkConfig:
         return tuple(map(Sight, windows, causal))
 
     @property
+    def is_dflash(self) -> bool:
+        """True for a DFlash draft: there is no bias, and each mask predicts the token in its own place."""
+        return not (self.markov_rank or self.sample_from_anchor)
+
+    @property
     def slots(self) -> int:
         """Tokens of a block: the newest token and the masks."""
         return self.block_size + (not self.sample_from_anchor)
@@ -230,13 +232,13 @@ class DSparkConfig:
         for name in ("draft_vocab_size", "sliding_window", "is_causal"):
             if own[name] is None:
                 del own[name]
-        if not self.markov_rank:
+        if self.is_dflash:
             own["block_size"] = self.slots
             own["dflash_config"] = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layer_ids}
         if scaling:
             own["rope_scaling"] = scaling  # for readers of transformers 4's keys, as is the next one
         return {
-            "architectures": [ARCHITECTURE if self.markov_rank else WITHOUT_BIAS],
+            "architectures": [WITHOUT_BIAS if self.is_dflash else ARCHITECTURE],
             "model_type": "qwen3",
             **own,
             "rope_theta": theta,  # for readers of transformers 4's keys

@@ -4,6 +4,7 @@ Needs the environment that `make vllm` makes, 3 GB, and runs by that command alo
 """
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,16 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from changed_folders import with_config
 from served_models import CHAIN, TOKENS, Desk, prompts
 from tiny_dspark import tiny_dspark
+from trained_pair import fit_eagle3
 
-from decoding.drafters import DraftModelDrafter, DSparkDrafter, MedusaDrafter
+from decoding.drafters import DraftModelDrafter, DSparkDrafter, Eagle3Drafter, MedusaDrafter
 from decoding.drafters.base import DraftRequest
 from decoding.drafters.hybrid import HybridDrafter, HybridSession
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.files.stored import read_weights, write_weights
 from decoding.model.forward import lm_head_input
-from decoding.model.loading import load_draft, load_dspark, load_heads
+from decoding.model.loading import load_draft, load_dspark, load_eagle3, load_heads
 from decoding.rules.tree import Proposal
 from trainer.export.exporter import NO_PROMPTS, export
 from trainer.export.serve import Serving, commands_of
@@ -41,6 +44,18 @@ TRAINED: dict[str, dict[str, Any]] = {
     "markov": {"rank": 8},
     "markov, shared": {"shared": True, "rank": 8},
 }
+EAGLE3: dict[str, dict[str, Any]] = {
+    "eagle3": {},
+    "eagle3, few tokens and norms": {"vocabulary": 60, "norm_before_residual": True, "norm_before_fc": True},
+    "eagle3, norms of taps and of queries": {"fc_norm": True, "qk_norm": True},
+}
+EAGLE3_REREAD: dict[str, dict[str, Any]] = {
+    "eagle3, norm_output": {"norm_output": True},
+    "eagle3, other layers": {"eagle_aux_hidden_state_layer_ids": [3, 4, 6]},
+    "eagle3, window": {"layer_types": ["sliding_attention"], "sliding_window": 4, "use_sliding_window": True},
+    "eagle3, linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+}
+"""Other readings of the first draft's weights: it drafts worse with them, but the same here and in vLLM."""
 Row = dict[str, Any]
 
 
@@ -115,6 +130,40 @@ def found(desk: Desk) -> Row:
     """The rows of all cases, by name and batch size, from one process of vLLM."""
     rows = serve_vllm(desk.folder / "target", desk.target, cases_of(desk), prompts(PROMPTS, seed=9), MAX_NEW_TOKENS)
     return {(row["artefact"], row.get("batch_size")): row for row in rows}
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def eagle3(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Row:
+    """The rows of EAGLE-3 drafts in both layouts, by name, layout and batch size, for a target of a family."""
+    desk = Desk(tmp_path_factory.mktemp(request.param), request.param, layers=8)
+    folder, target, cases = desk.folder, desk.folder / "target", list[VllmCase]()
+    for name, changes in {**EAGLE3, **EAGLE3_REREAD}.items():
+        if name in EAGLE3:
+            fit_eagle3(folder / name, target, texts=desk.texts, head_dim=32, **changes)
+        else:
+            shutil.copytree(folder / "eagle3", folder / name)
+            with_config(**changes)(folder / name)
+        own = Eagle3Drafter(load_eagle3(folder / name, desk.target), DRAFT_TOKENS)
+        for layout in ("eagle3", "speculators"):
+            case = f"{name} as {layout}"
+            done = export(folder / name, folder / case, layout, target=str(target), prompts=NO_PROMPTS)
+            cases.append(VllmCase(case, drafter=own, **arguments_of(done.commands[0].argv)))
+    found = serve_vllm(target, desk.target, cases, prompts(PROMPTS, seed=9), MAX_NEW_TOKENS)
+    return {(row["artefact"], row.get("batch_size")): row for row in found}
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("layout", ["eagle3", "speculators"])
+@pytest.mark.parametrize("name", [*EAGLE3, *EAGLE3_REREAD])
+def test_an_eagle3_draft_writes_our_text_in_as_many_passes_as_here(
+    eagle3: Row, name: str, layout: str, batch_size: int
+) -> None:
+    row = eagle3[f"{name} as {layout}", batch_size]
+    assert row["equal"] == row["prompts"] == PROMPTS and row["theirs"] == row["ours"]
+    others = [
+        eagle3[f"{other} as {layout}", batch_size]["theirs"] for other in (*EAGLE3, *EAGLE3_REREAD) if other != name
+    ]
+    assert row["theirs"]["accepted"][0] > 0 and row["theirs"] not in others, "vLLM reads the settings"
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])

@@ -41,6 +41,7 @@ DRAFTS: dict[str, Callable[[CausalLM], DSparkDraft | Eagle3Draft]] = {
     "DSpark of few tokens that fills in, a recurrent bias": lambda target: tiny_dspark(
         target, mask_token_id=MASK, writes=FEW, markov_head_type="rnn", sample_from_anchor=False
     ),
+    "DSpark without a bias": lambda target: tiny_dspark(target, rank=0, mask_token_id=MASK),
     "DFlash": tiny_dflash,
     "DFlash, one layer with a window": lambda target: tiny_dflash(target, **{**WINDOWS, "layer_types": MIXED}),
     "DFlash, windows that see later slots": lambda target: tiny_dflash(target, **WINDOWS, is_causal=False),
@@ -148,7 +149,8 @@ def test_the_nested_config_and_tensors_are_those_of_speculators(tmp_path: Path, 
     tiny_eagle3(target[1], norm_before_residual=True, target_layer_ids=(0, 6)).save_pretrained(tmp_path / "eagle3")
     summary = export(tmp_path / "eagle3", tmp_path / "its", "speculators")
     config = json.loads((summary.folder / "config.json").read_text())
-    assert config["transformer_layer_config"]["model_type"] == "llama"
+    layer = config["transformer_layer_config"]
+    assert (layer["model_type"], layer["num_aux_hidden_states"]) == ("llama", 2), "vLLM counts three without the key"
     assert config["speculators_config"]["verifier"]["name_or_path"] == "TARGET"
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     assert [config[flag] for flag in flags] == [True, False, False, False], "servers have different defaults"
@@ -157,15 +159,19 @@ def test_the_nested_config_and_tensors_are_those_of_speculators(tmp_path: Path, 
     assert "layers.0.hidden_norm.weight" in stored and not any("midlayer" in each for each in stored)
 
 
-def test_layers_that_are_the_default_ones_of_another_depth_stay_named(
-    tmp_path: Path, target: tuple[Path, CausalLM]
+@pytest.mark.parametrize(("taps", "servers"), [((2, 3, 4), ["vllm"]), ((2, 4, 5), ["vllm", "sglang"])])
+def test_layers_that_a_config_names_stay_named_and_sglang_gets_only_those_that_it_reads(
+    tmp_path: Path, target: tuple[Path, CausalLM], taps: tuple[int, ...], servers: list[str]
 ) -> None:
     """2, 3 and 4 are the default ones of seven layers; this target has eight, of which 2, 4 and 5 are."""
-    tiny_eagle3(target[1], target_layer_ids=(1, 2, 3)).save_pretrained(tmp_path / "source")
-    with_config(eagle_aux_hidden_state_layer_ids=[2, 3, 4])(tmp_path / "source")
-    for format in ("eagle3", "speculators"):
-        folder = export(tmp_path / "source", tmp_path / format, format).folder
-        assert load_eagle3(folder, target[1]).config.target_layer_ids == (1, 2, 3)
+    layers = tuple(tap - 1 for tap in taps)
+    tiny_eagle3(target[1], target_layer_ids=layers).save_pretrained(tmp_path / "source")
+    with_config(eagle_aux_hidden_state_layer_ids=taps)(tmp_path / "source")
+    for format in ("speculators", "eagle3"):
+        summary = export(tmp_path / "source", tmp_path / format, format, target=str(target[0]), prompts=NO_PROMPTS)
+        assert read_eagle3_config(summary.folder).target_layer_ids == layers
+    assert [command.server for command in summary.commands] == servers
+    assert not any("layers" in warning for command in summary.commands for warning in command.warnings)
 
 
 def test_a_layout_that_lacks_a_setting_is_refused_by_its_name(tmp_path: Path, target: tuple[Path, CausalLM]) -> None:

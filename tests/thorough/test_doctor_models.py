@@ -212,6 +212,10 @@ SLIDING = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_at
         ),
         (SLIDING, "trained by vLLM, SGLang; llama.cpp has other causality than in training in layers 0, so"),
         ({"draft_vocab_size": 8}, "trained by vLLM, llama.cpp; SGLang has no d2t"),
+        (
+            {"markov_rank": 0},
+            "DSpark in flat form; run as trained by vLLM, llama.cpp; SGLang has no DSpark draft without",
+        ),
         ({"target_layer_ids": [1]}, "trained by vLLM; SGLang has no states after the last layer; llama.cpp has no"),
         ({"markov_head_type": "gated"}, "trained by SGLang; vLLM has no gated Markov head; llama.cpp has no gated"),
         (
@@ -261,6 +265,10 @@ SLIDING = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_at
         (
             {**DEFAULT_TAPS, "speculators_model_type": "eagle3", "norm_before_residual": True},
             "EAGLE-3 in speculators' nested form; run as trained by vLLM, llama.cpp; SGLang has no nested config.json",
+        ),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [2, 4], "num_aux_hidden_states": None},
+            "EAGLE-3 in flat form; run as trained by none; vLLM has no draft that reads 2 layers; SGLang",
         ),
         (
             {**DEFAULT_TAPS, "speculators_model_type": "eagle3"},

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from changed_folders import with_config, with_tensors
+from gguf import GGUFReader
 from rich.console import Console
 from scripted_endpoint import serve
 from speculating_server import SpeculatingServer
@@ -38,6 +39,9 @@ from trainer.commands.diagnose import run_diagnose
 from trainer.data.batch import Example, collate
 from trainer.drafts.dspark_start import initial_dspark
 from trainer.drafts.dspark_training import DSparkObjective
+from trainer.export.gguf import readers, write_file
+from trainer.export.gguf_names import draft_metadata, draft_tensors
+from trainer.export.task import ExportTask
 from trainer.files.transformers4 import write_model
 from trainer.recipe.draft import DraftSection
 from trainer.servers.misreadings import continued_logits
@@ -252,8 +256,11 @@ def test_a_sound_draft_is_not_accused(museum: Museum, tmp_path: Path, of: str, f
     served = shutil.copytree(museum.folder / of, tmp_path / "copy")
     if form == "nested":
         nested(served)
-    for changes in ({"exported": served}, {"speculator": f"{KINDS.get(of, 'dspark')}:{served}"}):
-        first, printed = diagnosed(museum, of, drafter=museum.drafter(of), **changes)
+    changed = [{"exported": served}, {"speculator": f"{KINDS.get(of, 'dspark')}:{served}"}]
+    if of == "eagle3":
+        changed.append(from_file()(museum, of, tmp_path / "file"))
+    for changes in changed:
+        first, printed = diagnosed(museum, of, **{"drafter": museum.drafter(of), **changes})
         assert first == "" and "PASS" in printed and "open" not in printed.splitlines()[0], printed
 
 
@@ -274,14 +281,14 @@ def copied(option: str, changes: Iterable[Change]) -> Plant:
     return plant
 
 
-def served(*changes: Change) -> Plant:
+def served(*changes: Change, **config: Any) -> Plant:
     """The server reads a changed copy of the folder."""
-    return copied("exported", changes)
+    return copied("exported", (*changes, with_config(**config)))
 
 
-def written(*changes: Change) -> Plant:
+def written(*changes: Change, **config: Any) -> Plant:
     """There is no other folder than a changed one."""
-    return copied("speculator", changes)
+    return copied("speculator", (*changes, with_config(**config)))
 
 
 def read(change: Callable[[Any], Any]) -> Plant:
@@ -306,6 +313,27 @@ def set_part(name: str, value: Any) -> Plant:
         return draft
 
     return read(change)
+
+
+def from_file(change: Callable[[dict[str, Any], dict[str, Tensor]], object] = lambda keys, tensors: None) -> Plant:
+    """The server reads a GGUF file with changed keys or tensors. The last layer in it stands for those it lacks."""
+
+    def plant(museum: Museum, of: str, folder: Path) -> dict[str, Any]:
+        folder.mkdir()
+        keys, tensors = draft_metadata(museum.drafts[of].config), draft_tensors(museum.drafts[of])
+        change(keys, tensors)
+        write_file(folder / "model.gguf", keys, tensors.items(), "f32")
+        ((_, exported),) = readers(ExportTask(museum.folder / of, folder, "gguf"), museum.target)
+        read: Any = exported()
+        layers: Any = GGUFReader(folder / "model.gguf").get_field("eagle3.target_layers")
+        places = [(2, 4, 5).index(layer) for layer in layers.contents()]
+        places += places[-1:] * (3 - len(places))
+        read.draft.input_norm.register_forward_pre_hook(
+            lambda module, args: args[0].unflatten(-1, (3, -1))[..., places, :].flatten(-2)
+        )
+        return {"drafter": museum.drafter(of, read.draft)}
+
+    return plant
 
 
 class PostNormDrafter(DSparkDrafter):
@@ -364,62 +392,25 @@ def rolled(name: str) -> Change:
     return with_tensors(lambda tensors: tensors.update({name: tensors[name].roll(1, 0).contiguous()}))
 
 
+TAPS = "eagle_aux_hidden_state_layer_ids"
 NO_SCALING = {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}, "rope_scaling": None}
-MISREAD = "a significant difference.*; the loop reproduces it with "
+MISREAD = "a significant difference.*; the loop reproduces it with [^,]*"
+"""Up to a comma follow the misreadings that reproduce it best, all of them if they do so equally."""
+ANCHOR, RESIDUAL = (f"{name} the other way" for name in ("sample_from_anchor", "norm_before_residual"))
 MUTANTS: dict[str, tuple[str, Plant, str]] = {
     # the server's copy of the folder
-    "taps one lower, served": (
-        "dspark",
-        served(with_config(target_layer_ids=[0, 2, 4])),
-        r"\(0, 2, 4\), but was trained",
-    ),
-    "the last layer tapped": (
-        "dspark",
-        served(with_config(target_layer_ids=[1, 3, 7])),
-        r"\(1, 3, 7\), but was trained",
-    ),
-    "EAGLE-3's taps one lower, served": (
-        "eagle3",
-        served(with_config(eagle_aux_hidden_state_layer_ids=[1, 3, 4])),
-        r"target_layer_ids \(0, 2, 3\), but was trained with \(1, 3, 4\)",
-    ),
-    "one tap of three": (
-        "eagle3",
-        served(with_config(eagle_aux_hidden_state_layer_ids=[2])),
-        r"target_layer_ids \(1,\), but was trained with",
-    ),
-    "a causal block, served": (
-        "dspark",
-        served(with_config(is_causal=True)),
-        "is_causal True, but was trained with None",
-    ),
-    "a bidirectional block, served": (
-        "causal dspark",
-        served(with_config(is_causal=False)),
-        "is_causal None, but was trained with True",
-    ),
-    "another mask": ("dspark", served(with_config(mask_token_id=5)), "mask_token_id 5, but was trained with 126"),
-    "the other layout of the block": (
-        "dspark",
-        served(with_config(sample_from_anchor=False)),
-        "sample_from_anchor False, but was trained with True",
-    ),
-    "rotary embeddings of another context, served": (
-        "dspark",
-        served(with_config(**NO_SCALING)),
-        "rope_scaling {}, but",
-    ),
-    "the same in EAGLE-3": ("eagle3", served(with_config(**NO_SCALING)), "'rope_type': 'default'}, but was trained"),
-    "a partial rotary embedding": (
-        "dspark",
-        served(with_config(partial_rotary_factor=0.5)),
-        r"cannot be read: .*partial_rotary_factor is 0.5",
-    ),
-    "the same in EAGLE-3, partial": (
-        "eagle3",
-        written(with_config(partial_rotary_factor=0.5)),
-        "partial_rotary_factor is 0.5",
-    ),
+    "taps one lower, served": ("dspark", served(target_layer_ids=[0, 2, 4]), r"\(0, 2, 4\), but was trained"),
+    "the last layer tapped": ("dspark", served(target_layer_ids=[1, 3, 7]), r"\(1, 3, 7\), but was trained"),
+    "EAGLE-3's taps one lower, served": ("eagle3", served(**{TAPS: [1, 3, 4]}), r"\(0, 2, 3\), but was trained"),
+    "one tap of three": ("eagle3", served(**{TAPS: [2]}), r"\(1,\), but was trained"),
+    "a causal block, served": ("dspark", served(is_causal=True), "is_causal True, but was trained with None"),
+    "a bidirectional block, served": ("causal dspark", served(is_causal=False), "is_causal None, but was trained"),
+    "another mask": ("dspark", served(mask_token_id=5), "mask_token_id 5, but was trained with 126"),
+    "the other layout of the block": ("dspark", served(sample_from_anchor=False), "anchor False, but was trained"),
+    "rotary embeddings of another context, served": ("dspark", served(**NO_SCALING), "rope_scaling {}, but"),
+    "the same in EAGLE-3": ("eagle3", served(**NO_SCALING), "'rope_type': 'default'}, but was trained"),
+    "a partial rotary embedding": ("dspark", served(partial_rotary_factor=0.5), "read: .*partial_rotary_factor is 0.5"),
+    "the same in EAGLE-3, partial": ("eagle3", written(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
     "nested without norm_before_residual": (
         "eagle3",
         served(nested, without("norm_before_residual")),
@@ -445,116 +436,75 @@ MUTANTS: dict[str, tuple[str, Plant, str]] = {
         served(rolled("heads.0.lm_head.weight")),
         r"\(heads.0.lm_head.weight has the same rows in another order",
     ),
-    "norm_before_fc that was trained": (
-        "eagle3",
-        served(with_config(norm_before_fc=False)),
-        "norm_before_fc False, but was trained with True",
-    ),
-    "a bias in a DFlash draft": (
-        "dspark",
-        served(with_config(architectures=["DFlashDraftModel"])),
-        "cannot be read: .*markov_rank is 16 in a DFlash draft",
-    ),
+    "norm_before_fc that was trained": ("eagle3", served(norm_before_fc=False), "fc False, but was trained"),
+    "a bias in a DFlash draft": ("dspark", served(architectures=["DFlashDraftModel"]), "markov_rank is 16 in a DFlash"),
     # the folder itself says something else than it was trained with
-    "taps one lower": ("dspark", written(with_config(target_layer_ids=[0, 2, 4])), "% with taps one layer higher"),
-    "taps one higher": ("dspark", written(with_config(target_layer_ids=[2, 4, 6])), "% with taps one layer lower"),
-    "EAGLE-3's taps one lower": (
-        "eagle3",
-        written(with_config(eagle_aux_hidden_state_layer_ids=[1, 3, 4])),
-        "% with taps one layer higher",
-    ),
-    "EAGLE-3's taps one higher": (
-        "eagle3",
-        written(with_config(eagle_aux_hidden_state_layer_ids=[3, 5, 6])),
-        "% with taps one layer lower",
-    ),
+    "taps one lower": ("dspark", written(target_layer_ids=[0, 2, 4]), "% with taps one layer higher"),
+    "taps one higher": ("dspark", written(target_layer_ids=[2, 4, 6]), "% with taps one layer lower"),
+    "EAGLE-3's taps one lower": ("eagle3", written(**{TAPS: [1, 3, 4]}), "% with taps one layer higher"),
+    "EAGLE-3's taps one higher": ("eagle3", written(**{TAPS: [3, 5, 6]}), "% with taps one layer lower"),
     "taps after the final norm": ("post-norm eagle3", written(), "% with taps after the final norm"),
-    "norm_output that was not trained": (
-        "eagle3",
-        written(with_config(norm_output=True)),
-        "% with norm_output the other way",
-    ),
-    "norm_before_residual that was trained": (
-        "eagle3",
-        written(with_config(norm_before_residual=False)),
-        "% with norm_before_residual the other way",
-    ),
-    "a block that was trained causal": (
-        "causal dspark",
-        written(with_config(is_causal=False)),
-        "% with a causal block",
-    ),
-    "a block that was trained bidirectional": (
-        "dspark",
-        written(with_config(is_causal=True)),
-        "% with a bidirectional block",
-    ),
-    "rotary embeddings of another context": (
-        "eagle3",
-        written(with_config(**NO_SCALING)),
-        "% with the target's rotary embeddings",
-    ),
+    "norm_output that was not trained": ("eagle3", written(norm_output=True), "% with norm_output the other way"),
+    "norm_before_residual that was trained": ("eagle3", written(norm_before_residual=False), "% with " + RESIDUAL),
+    "a block that was trained causal": ("causal dspark", written(is_causal=False), "% with a causal block"),
+    "a block that was trained bidirectional": ("dspark", written(is_causal=True), "% with a bidirectional block"),
+    "rotary embeddings of another context": ("eagle3", written(**NO_SCALING), "% with the target's rotary embeddings"),
     "heads of another order": (
         "heads",
         written(*[rolled(f"heads.{head}.lm_head.weight") for head in range(3)]),
         "worse than the most frequent token: .* its tokens have another order",
     ),
     "another target": ("eagle3", other_target(quantised=False), "the speculator was trained on another target"),
-    "another quantisation of the target": (
-        "dspark",
-        other_target(quantised=True),
-        "the speculator was trained on another target",
-    ),
+    "another quantisation of the target": ("dspark", other_target(quantised=True), "was trained on another target"),
     # the server reads the right folder in another way
-    "post-norm taps in the server": (
+    "post-norm taps in a server": (
         "dspark",
         lambda museum, of, folder: {"drafter": PostNormDrafter(museum.drafts[of])},
         MISREAD + "taps after the final norm",
     ),
-    "taps one lower in the server": (
-        "dspark",
-        configured(target_layer_ids=(0, 2, 4)),
-        MISREAD + "taps one layer lower",
-    ),
-    "EAGLE-3's taps one lower in the server": (
+    "taps one lower in a server": ("dspark", configured(target_layer_ids=(0, 2, 4)), MISREAD + "taps one layer lower"),
+    "EAGLE-3's taps, lower in a server": (
         "eagle3",
         configured(target_layer_ids=(0, 2, 3)),
         MISREAD + "taps one layer lower",
     ),
-    "a causal block in the server": ("dspark", configured(is_causal=True), MISREAD + "a causal block"),
-    "a bidirectional block in the server": (
-        "causal dspark",
-        configured(is_causal=None),
-        MISREAD + "a bidirectional block",
-    ),
-    "no bias in the server": ("dspark", set_part("markov", None), MISREAD + "no Markov bias"),
-    "norm_before_residual ignored": (
-        "eagle3",
-        configured(norm_before_residual=False),
-        MISREAD + "norm_before_residual the other way",
-    ),
+    "a causal block in a server": ("dspark", configured(is_causal=True), MISREAD + "a causal block"),
+    "a bidirectional one in a server": ("causal dspark", configured(is_causal=None), MISREAD + "a bidirectional block"),
+    "no bias in a server": ("dspark", set_part("markov", None), MISREAD + "no Markov bias"),
+    "norm_before_residual ignored": ("eagle3", configured(norm_before_residual=False), MISREAD + RESIDUAL),
     "norm_before_fc ignored": (
         "eagle3",
         set_part("input_norm", None),
-        MISREAD + ".*no norm_before_fc",  # among those named: another one may be as near here
+        MISREAD + ".*no norm_before_fc",  # among those named: other taps are nearer, by tokens after a text's end
     ),
-    "unscaled rotary embeddings in the server": (
+    "unscaled rotary embeddings in a server": (
         "eagle3",
         configured(rope_parameters={"rope_theta": 1e4, "rope_type": "default"}),
         MISREAD + "unscaled rotary embeddings",
     ),
-    "no map in the server": ("eagle3", set_part("d2t", lambda draft: 0 * draft.d2t), MISREAD + "no d2t"),
-    "d2t read as token ids": (
+    "no map in a server": ("eagle3", set_part("d2t", lambda draft: 0 * draft.d2t), MISREAD + "no d2t"),
+    "offsets in the d2t of a file": (
         "eagle3",
-        set_part("d2t", lambda draft: draft.d2t - torch.arange(len(draft.d2t))),
-        MISREAD + "d2t as token ids",
+        from_file(lambda keys, tensors: tensors["d2t"].sub_(torch.arange(len(tensors["d2t"])))),
+        MISREAD + "offsets in d2t as token ids",
     ),
-    "a thinking template in the server": (
+    "d2t read as offsets twice": (
+        "eagle3",
+        set_part("d2t", lambda draft: draft.output_tokens.minimum(127 - torch.arange(len(draft.d2t)))),
+        MISREAD + "token ids in d2t as offsets",
+    ),
+    "one layer in a file": (
+        "eagle3",
+        from_file(lambda keys, tensors: keys.update({"eagle3.target_layers": [4]})),
+        MISREAD + "layer 3 for all taps",
+    ),
+    "the anchor read in a server": ("dflash", configured(sample_from_anchor=True), MISREAD + ANCHOR),
+    "a thinking template in a server": (
         "dspark",
         lambda museum, of, folder: {"render": lambda asked: museum.render(asked, enable_thinking=True)},
         "has the thinking mode on",
     ),
-    "another quantisation in the server": (
+    "another quantisation in a server": (
         "eagle3",
         lambda museum, of, folder: {"serving": changed_target(museum, quantised=True)},
         "the target's best is",

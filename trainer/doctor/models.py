@@ -234,7 +234,7 @@ def layout_findings(spec: DrafterSpec) -> list[Finding]:
         remedy = "headstart export, with --format dspark or gguf, writes what a server runs as trained, or says why not"
         if weights == "dspark draft":
             config = read_dspark_config(folder)
-            kind, lost = "DSpark" if config.markov_rank else "DFlash", lost_in_servers(config, stored)
+            kind, lost = "DFlash" if config.is_dflash else "DSpark", lost_in_servers(config, stored)
         else:
             kind, lost = "EAGLE-3", lost_of_eagle3(read_eagle3_config(folder), stored)
             remedy = (

@@ -168,9 +168,9 @@ StateDraft = DSparkDraft | Eagle3Draft
 _OF_LAYERS = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act"),
     *("num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings", "attention_bias"),
-    *("rope_parameters", "layer_types", "sliding_window", "use_sliding_window"),
+    *("rope_parameters", "layer_types", "sliding_window", "use_sliding_window", "num_aux_hidden_states"),
 )
-"""Keys of a flat ``config.json`` that stand in ``transformer_layer_config`` of a nested one."""
+"""Keys of a flat ``config.json`` that stand in ``transformer_layer_config`` of a nested one; vLLM copies them all."""
 _NAMES = {"dspark": "DSparkDraftModel", "dflash": "DFlashDraftModel", "eagle3": "Eagle3DraftModel"}
 
 
@@ -189,7 +189,7 @@ def stored_draft(folder: Path) -> StateDraft:
 
 def served_config(config: DSparkConfig) -> DSparkConfig:
     """Return a draft's config; drop a confidence head that ignores the Markov bias, which llama.cpp cannot load."""
-    wanted = config.enable_confidence_head and config.confidence_head_with_markov
+    wanted = config.enable_confidence_head and config.confidence_head_with_markov and config.markov_rank > 0
     return replace(config, enable_confidence_head=wanted)
 
 
@@ -206,7 +206,8 @@ def describe_state_draft(draft: StateDraft, format: str, dtype: str) -> Artefact
     )
     if isinstance(config, Eagle3Config):
         return replace(artefact, eagle3=True)
-    return replace(artefact, tree_nodes=len(config.tree), markov_rank=config.markov_rank, at_once=config.block_size)
+    artefact = replace(artefact, at_once=config.block_size, dflash=config.is_dflash)
+    return replace(artefact, tree_nodes=len(config.tree), markov_rank=config.markov_rank)
 
 
 def write_state_draft(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:

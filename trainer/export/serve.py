@@ -5,7 +5,7 @@ This module starts nothing: `headstart export` prints the commands, and the mode
 
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from decoding.files.stored import read_object
 from decoding.measure.redact import hub_repository, is_hub_id
 from decoding.model.architecture import shortest_window
 from decoding.model.dspark_config import GPU_HEAD_DIMS, read_dspark_config
+from decoding.model.eagle3_config import read_eagle3_config
 from trainer.export import server_traps as traps
 from trainer.export.companions import UNKNOWN_TARGET, ServingPlan, chain_length
 from trainer.export.task import NESTED, Artefact
@@ -106,6 +107,16 @@ class Serving:
         return self.artefact.heads or self.artefact.at_once or chain_length(self.folder)
 
     @property
+    def lost(self) -> Mapping[str, Sequence[str]]:
+        """What each server gets wrong in the folder of a draft that reads states; empty for any other folder."""
+        if not self.config or not self.artefact.reads_states:
+            return {}
+        if self.artefact.eagle3:
+            depth = self.target_config.get("num_hidden_layers")
+            return traps.lost_of_eagle3(read_eagle3_config(self.folder), self.config, depth)
+        return traps.lost_in_servers(read_dspark_config(self.folder), self.config)
+
+    @property
     def drawn(self) -> bool:
         """True if the plan drew the draft's tokens from its distribution."""
         return self.plan is not None and self.plan.drawn
@@ -118,19 +129,10 @@ class Serving:
 
 
 def commands_of(serving: Serving) -> tuple[ServerCommand, ...]:
-    """Return the commands of all servers that accept an exported folder; empty if none does."""
-    found = list(_SERVERS_OF.get(serving.artefact.format, ()))
-    config, is_eagle3 = serving.config, serving.artefact.eagle3
-    reads_last = (config.get("num_target_layers") or 0) - 1 in config.get("target_layer_ids", ())
-    other_layer = (
-        config.get("norm_before_residual") or config.get("sliding_window") or config.get("model_type") == "qwen3"
-    )
-    if _sglang in found and (other_layer if is_eagle3 else reads_last or config.get("draft_vocab_size") is not None):
-        # With DSpark it reads no d2t and no state after the last layer, with EAGLE-3 only a plain layer of Llama.
-        found.remove(_sglang)
-    if _vllm in found and config.get("markov_head_type", "vanilla") != "vanilla":
-        found.remove(_vllm)
-    return tuple(write(serving) for write in found)
+    """Return the commands of all servers that accept an exported folder; SGLang must run it as it was trained."""
+    wrong: dict[Callable[[Serving], ServerCommand], bool] = {_sglang: bool(serving.lost.get("SGLang"))}
+    wrong[_vllm] = serving.config.get("markov_head_type", "vanilla") != "vanilla"
+    return tuple(write(serving) for write in _SERVERS_OF.get(serving.artefact.format, ()) if not wrong.get(write))
 
 
 def _vllm(serving: Serving) -> ServerCommand:
@@ -163,8 +165,7 @@ def _vllm(serving: Serving) -> ServerCommand:
         notes.append("not tried with an EAGLE-3 draft" if artefact.eagle3 else _TRIED)
         warnings.append(_SAMPLES_WRONGLY)
     if artefact.at_once and artefact.format == NESTED:
-        lost = traps.lost_in_servers(read_dspark_config(serving.folder), serving.config)["vLLM"]
-        warnings += [f"from this layout vLLM has {problem}: use --format dspark" for problem in lost]
+        warnings += [f"from this layout vLLM has {problem}: use --format dspark" for problem in serving.lost["vLLM"]]
     if artefact.at_once and (size := serving.config["head_dim"]) not in GPU_HEAD_DIMS:
         warnings.append(f"the draft's head_dim is {size}, but vLLM's GPU kernels support only 64 and 128")
     argv = ("vllm", "serve", *serving.target_words)
@@ -231,10 +232,6 @@ def _sglang(serving: Serving) -> ServerCommand:
     notes = [_depth(serving), *_one_depth(serving, "--max-running-requests")]
     notes.append("not tried with a server: the options come from SGLang's documentation and source")
     drawn = [] if method == "DSPARK" else [_argmax("")]
-    if serving.artefact.eagle3 and "eagle_aux_hidden_state_layer_ids" in serving.config:
-        drawn.append(
-            "SGLang ignores the layers that the config names: it reads 2, N // 2 and N - 3 of N, as numbered there"
-        )
     return ServerCommand("sglang", tuple(argv), tuple(notes), (*_warnings(serving), *drawn))
 
 

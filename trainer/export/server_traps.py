@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from decoding.errors import UserError
 from decoding.files.folder import OUTPUT_TOKENS_KEY
 from decoding.model.dspark_config import DSparkConfig
-from decoding.model.eagle3_config import Eagle3Config
+from decoding.model.eagle3_config import Eagle3Config, usual_layers
 from trainer.files.transformers4 import rope_keys
 
 _TAKES_OVER = ("eagle-", "eagle3", "dflash", "dspark")
@@ -100,9 +100,9 @@ def lost_in_servers(config: DSparkConfig, stored: Mapping[str, Any]) -> dict[str
 
     From the sources of vLLM 0.33, SGLang 0.5.23 and llama.cpp with its converter, read in November 2026; not run.
     """
-    of_speculators, causal = "speculators_model_type" in stored, [sight.causal for sight in config.sights]
+    of_speculators, causal = stored.get("speculators_model_type"), [sight.causal for sight in config.sights]
     as_vllm, as_llama = causal, [not of_speculators and bool(config.is_causal)] * len(causal)
-    if of_speculators and config.markov_rank:
+    if of_speculators == "dspark":
         as_vllm = [sight.window is not None for sight in config.sights]
     elif of_speculators:  # one flag for all layers
         as_vllm = [not stored.get("sliding_window_non_causal", True)] * len(causal)
@@ -116,7 +116,9 @@ def lost_in_servers(config: DSparkConfig, stored: Mapping[str, Any]) -> dict[str
             lost.append(f"no {config.markov_head_type} Markov head")
     if of_speculators:
         sglang.append("no nested config.json")
-        llama += [] if config.markov_rank else ["no nested config.json of DFlash"]
+        llama += [] if of_speculators == "dspark" else ["no nested config.json of DFlash"]
+    if not (config.markov_rank or config.is_dflash):
+        sglang.append("no DSpark draft without a Markov head")
     if config.draft_vocab_size is not None:
         sglang.append("no d2t")
     if config.num_target_layers and config.target_layer_ids[-1] == config.num_target_layers - 1:
@@ -127,11 +129,14 @@ def lost_in_servers(config: DSparkConfig, stored: Mapping[str, Any]) -> dict[str
     return {"vLLM": vllm, "SGLang": sglang, "llama.cpp": llama}
 
 
-def lost_of_eagle3(config: Eagle3Config, stored: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the same as `lost_in_servers` for an EAGLE-3 draft."""
+def lost_of_eagle3(config: Eagle3Config, stored: Mapping[str, Any], depth: int | None = None) -> dict[str, list[str]]:
+    """Return the same as `lost_in_servers` for an EAGLE-3 draft. ``depth``: the target's layers; None if unknown."""
     ids = (stored.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     fewer = "so fewer tokens are accepted"
     vllm, sglang, llama = list[str](), list[str](), list[str]()
+    other_count = [] if config.taps == 3 else [f"no draft that reads {config.taps} layers"]
+    layer = stored.get("transformer_layer_config") or stored  # all that vLLM reads of a nested file, but for flags
+    vllm += other_count if layer.get("num_aux_hidden_states") is None and not config.qk_norm else []
     if "speculators_model_type" in stored:
         sglang.append("no nested config.json")
         if "norm_before_residual" not in stored:  # speculators' default is false
@@ -141,14 +146,13 @@ def lost_of_eagle3(config: Eagle3Config, stored: Mapping[str, Any]) -> dict[str,
         lost += ["no norms of queries and keys"] if config.qk_norm else []
     if config.norm_before_residual:
         sglang.append(f"no norm_before_residual, {fewer}")
-    if "eagle_aux_hidden_state_layer_ids" in config.to_json():
+    if (layers := config.target_layer_ids) and layers != usual_layers(depth or layers[-1] + 4):
         sglang.append(f"the states of the default layers, {fewer}")
     if ids:  # layers' numbers from 0 in ModelOpt; vLLM counts the embedding as 0, and SGLang adds 1
         served, name = (vllm, "before") if ids[0] == 1 else (sglang, "after")
         served.append(f"the states one layer {name} those in eagle_config, {fewer}")
     llama += [f"no {flag}, {fewer}" for flag in ("fc_norm", "norm_output") if getattr(config, flag)]
-    if config.taps != 3:
-        llama.append(f"no draft that reads {config.taps} layers")
+    llama += other_count
     for lost in (sglang, llama) if "draft_vocab_size" not in stored else ():
         lost.append("no draft without draft_vocab_size in config.json")
     return {"vLLM": vllm, "SGLang": sglang, "llama.cpp": llama}

@@ -76,15 +76,17 @@ class Artefact:
     """Rank of the Markov bias, which depends on the previous token; 0 if there is none."""
     at_once: int = 0
     """Number of tokens that a DSpark draft drafts in one forward pass; 0 for any other artefact."""
+    dflash: bool = False
+    """True for a DFlash draft: each mask predicts the token in its own place, without a bias."""
     eagle3: bool = False
     rounded: bool = False
     """True if the format's number type rounds some of the weights."""
 
     @property
     def method(self) -> str:
-        """``medusa``, ``dspark``, ``dflash`` for a DSpark draft without a bias, ``eagle3`` or ``draft-model``."""
+        """``medusa``, ``dspark``, ``dflash``, ``eagle3`` or ``draft-model``."""
         if self.at_once:
-            return "dspark" if self.markov_rank else "dflash"
+            return "dflash" if self.dflash else "dspark"
         return "eagle3" if self.eagle3 else "medusa" if self.heads else "draft-model"
 
     @property

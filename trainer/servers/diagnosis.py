@@ -303,18 +303,19 @@ def _by_counts(replay: Replay, counted: Sequence[ServerCounts]) -> tuple[Finding
 
 def _explained(replay: Replay, draft: Draft, counted: ServerCounts, found: Finding) -> Finding:
     """Add to a finding the misreadings of the draft that reproduce the server's acceptance, nearest first."""
-    same = list[tuple[float, str]]()
+    same = dict[str, float]()
     for name, other in other_readings(draft, replay.target):
         changed = replace(replay, speculator=replay.speculator._replace(weights=other))
         ours = _loop_acceptance(changed, counted, sampled=True)
         if not is_other(ours, counted.counts):
-            same.append((distance(ours, counted.counts), name))
+            same[name] = distance(ours, counted.counts)
     if not same:
         return found
-    nearest, *others = (name for _, name in sorted(same))
-    told = f"{found.found}; the loop reproduces it with {nearest}"
+    nearest = [name for name in same if same[name] == min(same.values())]
+    others = sorted(same.keys() - set(nearest), key=lambda name: (same[name], name))
+    told = f"{found.found}; the loop reproduces it with {' or '.join(nearest)}"
     told += f", less closely with {' or '.join(others)}" if others else ""
-    return replace(found, found=told, remedy=remedy_of(nearest, _MISREAD.format(nearest)))
+    return replace(found, found=told, remedy=remedy_of(nearest[0], _MISREAD.format(" or ".join(nearest))))
 
 
 def _loop_acceptance(replay: Replay, counted: ServerCounts, sampled: bool) -> LoopAcceptance:

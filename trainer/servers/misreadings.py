@@ -4,8 +4,9 @@ A misreading is found if the target's own texts fit the draft better when it is 
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,28 +111,10 @@ def other_readings(draft: Draft, target: CausalLM) -> Iterator[tuple[str, Draft]
             yield name, _with_config(draft, target, **change)
         except UserError:  # the layer does not exist, or a DFlash draft cannot be read that way
             continue
-    decoder: Any = target.model.get_decoder()
-    if norms := [module for module in decoder.children() if "norm" in type(module).__name__.lower()]:
+    for name, edit in {**_other_states(config, target), **_other_parts(draft)}.items():
         changed = copy.deepcopy(draft)
-        for reader in _readers(changed):
-            reader.register_forward_pre_hook(
-                lambda module, args: norms[-1](args[0].unflatten(-1, (-1, config.hidden_size))).flatten(-2)
-            )
-        yield "taps after the final norm", changed
-    for name, (part, empty) in _PARTS.items():
-        if getattr(draft, part, None):
-            changed = copy.deepcopy(draft)
-            setattr(changed, part, empty)
-            yield name, changed
-    if config.draft_vocab_size not in (None, config.vocab_size):
-        counted = torch.arange(len(draft.d2t), device=draft.d2t.device)
-        for name, d2t in (("no d2t", 0 * counted), ("d2t as token ids", draft.d2t - counted)):
-            changed = copy.deepcopy(draft)
-            changed.d2t.copy_(d2t)
-            yield name, changed
-    half = draft.fc.weight.dtype == torch.float16
-    changed = copy.deepcopy(draft)
-    yield (_FP32, changed.float()) if half else (FP16, changed.half())
+        edit(changed)
+        yield name, changed
 
 
 def _other_configs(config: DSparkConfig | Eagle3Config) -> dict[str, dict[str, Any]]:
@@ -148,6 +131,46 @@ def _other_configs(config: DSparkConfig | Eagle3Config) -> dict[str, dict[str, A
         names = {True: "a causal block", False: "a bidirectional block"}
         changes |= {name: {"is_causal": each} for each, name in names.items() if causal != {each}}
     return {**changes, **{f"{name} the other way": {name: not value} for name, value in flags.items()}}
+
+
+def _other_states(config: DSparkConfig | Eagle3Config, target: CausalLM) -> dict[str, Callable[[Any], object]]:
+    """Return edits of a draft by which it reads other states of the target, by the name of the misreading."""
+    decoder: Any = target.model.get_decoder()
+    norms = [module for module in decoder.children() if "norm" in type(module).__name__.lower()]
+    taps, width = len(config.target_layer_ids), (-1, config.hidden_size)
+    changes: dict[str, Callable[[Tensor], Tensor]] = {"taps after the final norm": norms[-1]} if norms else {}
+
+    def only(place: int, states: Tensor) -> Tensor:
+        return states[..., [place] * taps, :]
+
+    for place, layer in enumerate(config.target_layer_ids if taps > 1 else ()):
+        changes[f"layer {layer} for all taps"] = partial(only, place)
+
+    def reads(change: Callable[[Tensor], Tensor], draft: Any) -> None:
+        entry = "fused" if isinstance(draft, Eagle3Draft) else "text_keys"
+        method = getattr(draft, entry)
+        setattr(draft, entry, lambda states, *args: method(change(states.unflatten(-1, width)).flatten(-2), *args))
+
+    return {name: partial(reads, change) for name, change in changes.items()}
+
+
+def _other_parts(draft: Draft) -> dict[str, Callable[[Any], object]]:
+    """Return edits of a draft's parts that some program ignores or takes for another, by the name of the misreading."""
+    config, others = draft.config, dict[str, tuple[str, Any]]()
+    others |= {name: other for name, other in _PARTS.items() if getattr(draft, other[0], None)}
+    if config.draft_vocab_size not in (None, config.vocab_size):
+        outputs = torch.arange(len(draft.d2t), device=draft.d2t.device)
+        last = config.vocab_size - 1 - outputs  # servers have no token beyond it
+        others["no d2t"] = "d2t", 0 * outputs
+        others["offsets in d2t as token ids"] = "d2t", draft.d2t - outputs
+        others["token ids in d2t as offsets"] = "d2t", torch.minimum(draft.d2t + outputs, last)
+
+    def put(part: str, value: Any, draft: Any) -> None:
+        setattr(draft, part, value)
+
+    half = draft.fc.weight.dtype == torch.float16
+    edits: dict[str, Callable[[Any], object]] = {name: partial(put, *other) for name, other in others.items()}
+    return {**edits, **({_FP32: nn.Module.float} if half else {FP16: nn.Module.half})}
 
 
 def _other_ropes(config: DSparkConfig | Eagle3Config, target: CausalLM) -> dict[str, dict[str, Any]]:
@@ -182,13 +205,6 @@ def _with_config(draft: Draft, target: CausalLM, **changes: Any) -> Draft:
         other = Eagle3Draft(replace(draft.config, **changes).for_target(target))
     other.load_state_dict(draft.state_dict())
     return other.to(draft.fc.weight).requires_grad_(False).eval()
-
-
-def _readers(draft: Draft) -> Sequence[nn.Module]:
-    """Return the modules that read the target's states first."""
-    if isinstance(draft, Eagle3Draft) and (draft.input_norm is not None or len(draft.fc_norm)):
-        return list(draft.fc_norm) if draft.input_norm is None else [draft.input_norm]
-    return [draft.fc]
 
 
 def remedy_of(name: str, otherwise: str) -> str:
