@@ -60,7 +60,7 @@ class DraftModelSession(StateSession):
         def after(depth: int, rows: Tensor, tokens: Tensor) -> ChildLogits:
             if depth == 0:
                 return ChildLogits(root, rows)
-            every = tokens.new_zeros(len(requests))  # ended chains run a dummy token
+            every = tokens.new_zeros(len(requests))  # a chain that has ended runs a dummy token
             every[rows] = tokens
             return ChildLogits(self._state.step(every), rows)
 

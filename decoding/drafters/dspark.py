@@ -18,11 +18,10 @@ from decoding.rules.tree import Proposal, ProposalKind
 class DSparkDrafter(Drafter):
     """Drafter of a chain or a tree with a DSpark draft.
 
-    ``tree``: paths of ranks among the best tokens after each node. ``tokens``: the length of a chain. Without either it
-    drafts the tree in the draft's config, or a chain of all K tokens.
-
+    ``tree`` lists the nodes as paths: rank r means the r-th best token (from 0) after the node above. ``tokens`` is the
+    length of a chain. Without either, the tree in the draft's config is drafted, or a chain of all K tokens.
     ``sampled``: above temperature 0 each token is drawn from q given the token before it, and siblings are drawn
-    without replacement. False takes the likeliest tokens, as at temperature 0.
+    without replacement. If it is False, the likeliest tokens are taken, as at temperature 0.
     """
 
     name = "dspark"

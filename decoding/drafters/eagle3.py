@@ -22,17 +22,16 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import Proposal, ProposalKind, TokenTree, TreeShape
 
 _FEW = 16
-"""Most new slots of a text that run together with other texts' new slots, padded to the same number."""
+"""Texts with at most this many new slots run together, padded to the same number of slots."""
 
 
 class Eagle3Drafter(Drafter):
     """Drafter of a chain or a tree with an EAGLE-3 draft.
 
-    ``tree``: paths of ranks among the best tokens after each node. ``tokens``: the length of a chain. Without either it
-    drafts a chain of 4.
-
-    ``sampled``: above temperature 0 each token is drawn from q after its path, and siblings are drawn without
-    replacement. False takes the likeliest tokens, as at temperature 0.
+    ``tree`` lists the nodes as paths: rank r means the r-th best token (from 0) after the node above. ``tokens`` is the
+    length of a chain. Without either, a chain of 4 is drafted. ``sampled``: above temperature 0 each token is drawn
+    from q given the path to it, and siblings are drawn without replacement. If it is False, the likeliest tokens are
+    taken, as at temperature 0.
     """
 
     name = "eagle3"
@@ -100,15 +99,17 @@ class _Level(NamedTuple):
     """Each node's number in its tree; padding has a number that no tree has."""
     parents: Int[Tensor, "rows width"]
     visible: Bool[Tensor, "rows width drafted"]
-    """The drafted slots to which each node attends, by node number from 1: its own and its ancestors'."""
+    """The drafted slots to which each node attends, by node number from 1: the slots of the node itself and of its
+    ancestors.
+    """
     flat: Int[Tensor, " some"]
-    """Places of the nodes among rows x width, without padding, row by row."""
+    """Indices of the nodes in the flattened (rows, width), row by row and without padding."""
     sees_all: bool
     """True if every node attends to all slots of a text and of its tree."""
 
 
 def _level(shapes: Sequence[TreeShape], first: Sequence[int], device: torch.device) -> _Level:
-    """Describe the level of the nodes from ``first[row]`` on, the last ones of each tree."""
+    """Describe the level that consists of each tree's nodes from ``first[row]`` to the end."""
     counts = [len(shape) - begin for shape, begin in zip(shapes, first, strict=True)]
     width = max(counts)
     last = max(map(len, shapes)) - (min(counts) == width)  # one more place for padding, if there is any
@@ -137,14 +138,14 @@ def _static_level(cuts: tuple[Cut, ...], depth: int, device: torch.device) -> _L
 class Eagle3State:
     """Keys, values and states of a draft on a batch, with the `TextRows` of its rows.
 
-    A row's text of n tokens has n - 1 slots. The slots of drafted nodes come after them, made from the draft's own
-    states; the slots of accepted tokens, made from the target's states, are written over them.
+    A text of n tokens has n - 1 slots, followed by the slots of drafted nodes, which are made from the draft's own
+    states. When drafted tokens are accepted, slots made from the target's states overwrite these.
     """
 
     def __init__(
         self, draft: Eagle3Draft, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int, max_nodes: int
     ) -> None:
-        """``max_nodes``: most nodes of a tree that run, with the root."""
+        """``max_nodes``: the largest number of nodes of a tree that run, including the root."""
         draft.config.for_target(target)
         self.draft, self._target = draft, target
         self.rows = TextRows(sampling, target.vocab_size, target.device)
@@ -154,10 +155,12 @@ class Eagle3State:
         self._held_at = torch.zeros(rows, shape[2], dtype=torch.long, device=weight.device)
         """Positions of the slots whose keys are kept, for drafts with a window."""
         self._states = weight.new_zeros(rows, max_nodes + 1, config.hidden_size)
-        """States of each row's nodes that ran. The root has the state of the text's last slot, or zeros if there is no
-        slot."""
+        """States of the nodes that have run, for each row.
+
+        The root has the state of the text's last slot, or zeros if there is no slot.
+        """
         self._lengths = [0] * rows
-        """Slots of each row's text."""
+        """Number of slots of each row's text."""
         self._unread: dict[int, list[Tensor]] = {}
         """For each row, the target's states at the tokens that the draft has not read yet."""
 
@@ -188,7 +191,7 @@ class Eagle3State:
                 self._unread[slot].append(request.states.to(self.draft.fc.weight))
 
     def read(self, texts: Sequence[Sequence[int]]) -> Float[Tensor, "rows outputs"]:
-        """Run the new slots of each text; return the logits after its last token, over the draft's outputs."""
+        """Run the new slots of each text; return the logits after the text's last token, over the draft's outputs."""
         empty = self.draft.fc.weight.new_zeros(0, self.draft.fc.in_features)
         unread = [self._unread[slot] or [empty] for slot in range(len(texts))]
         states = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in unread]
@@ -249,7 +252,7 @@ class Eagle3State:
         visible: Bool[Tensor, "rows width keys"] | None,
         keys: int,
     ) -> Float[Tensor, "rows width hidden"]:
-        """Run slots of the rows from ``first`` on, which are kept at ``places``; return their states."""
+        """Run slots of the rows from ``first`` on, store their keys at ``places``, and return their states."""
         here = slice(first, first + len(tokens))
         index = torch.arange(here.start, here.stop, device=tokens.device)[:, None]
 
