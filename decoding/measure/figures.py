@@ -122,7 +122,9 @@ def at(row: ReportRow, axis: Axis) -> int | None:
 
 
 def below_from(points: Sequence[tuple[int, float]]) -> int | None:
-    """Return the first position from which all speed-ups are below 1; None if the last is not, or with one point."""
+    """Return the first position from which all speed-ups are below 1; None if the last one is not, or for a single
+    point.
+    """
     found = None
     for position, speed in reversed(points):
         if speed >= 1:
@@ -208,7 +210,9 @@ def _and(words: Sequence[str]) -> str:
 
 
 def greedy_sentence(report: Report) -> str:
-    """Return a sentence that compares the report's greedy texts with plain decoding's, or "" without such texts."""
+    """Return a sentence that compares the greedy texts with those of plain decoding, or "" if there are no greedy
+    texts.
+    """
     compared = [row.identical_to_plain for row in report.rows if row.identical_to_plain and row.method != PLAIN]
     texts = sum(each.of for each in compared)
     differing = texts - sum(each.identical for each in compared)

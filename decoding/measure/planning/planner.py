@@ -16,7 +16,7 @@ from decoding.policies import Budget
 from decoding.rules.best_tree import Paths, best_tree, expected_accepted
 
 _LEAST_TO_SPLIT = 8
-"""With this many prompts or more, trees are chosen on one half of them and judged on the other half."""
+"""If there are at least this many prompts, trees are chosen on one half of the prompts and judged on the other half."""
 
 
 @dataclass
@@ -53,7 +53,9 @@ class Planner(CostSurvey):
 
     @property
     def steps(self) -> int:
-        """Pieces of work: each family's acceptance; per batch size the curve, the choices, and each family's costs."""
+        """Number of pieces of work: the acceptance of each family, and for each batch size the curve, the choices, and
+        the costs of each family.
+        """
         return len(self.families) + len(self.config.batch_sizes) * (2 + len(self.families))
 
     def run(self) -> dict[str, Any]:
