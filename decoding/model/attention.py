@@ -19,7 +19,8 @@ from transformers.masking_utils import sdpa_mask
 
 _GROUPED = "headstart"
 _LAID_OUT: ContextVar[dict[int, tuple[Tensor, Tensor]] | None] = ContextVar("laid_out", default=None)
-"""Masks of the current pass by id, each with its repeated form; all layers of the same kind share a mask."""
+"""Maps the id of each mask of the current pass to the mask and its repeated form; all layers of one kind share a mask.
+"""
 
 
 def leave_out_cudnn() -> None:
@@ -35,8 +36,8 @@ def leave_out_cudnn() -> None:
 def copy_free_attention(model: PreTrainedModel) -> Iterator[None]:
     """Let a model with sdpa attention use `grouped_attention` inside the context.
 
-    Models that do not look up their attention in `transformers`' interface (such as Falcon) are left unchanged. With an
-    unknown name they would use eager attention with masks made for sdpa.
+    Models that do not look up their attention in `transformers`' interface (such as Falcon) are left unchanged, because
+    with an unknown name they would use eager attention with masks made for sdpa.
     """
     if not model._supports_attention_backend or model.config._attn_implementation != "sdpa":
         yield

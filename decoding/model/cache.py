@@ -22,12 +22,15 @@ _BUFFERS = itertools.count(1)
 
 @dataclass(frozen=True)
 class _Block:
-    """The place of a pass in the cache: row i of the batch writes to slot ``slots[i]`` from ``starts[i]`` on."""
+    """The place of a pass in the cache: row i of the batch writes to slot ``slots[i]``, from position ``starts[i]`` on.
+    """
 
     slots: Sequence[int]
     starts: Sequence[int]
     positions: tuple[Tensor, ...] | None
-    """Positions to write, a (rows, block) tensor for each device; None if all rows start at the same position."""
+    """Positions that the pass writes, a (rows, block) tensor for each device; None if all rows start at the same
+    position.
+    """
     keys: int
     """Number of positions of the buffers that attention reads."""
 
@@ -47,7 +50,7 @@ class _Buffers(NamedTuple):
 
 
 class PreallocatedLayer(CacheLayerMixin):
-    """One layer's part of the buffers; ``place`` is the index (from 0) of its device in the cache."""
+    """One layer's part of the buffers; ``place`` is the index (from 0) of the layer's device in the cache."""
 
     is_sliding = False
 
@@ -94,7 +97,9 @@ class PreallocatedLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the number of cached positions that transformers assumes, which is that of the longest row."""
+        """Return the number of cached positions for transformers, which assumes that all rows are as long as the
+        longest.
+        """
         block = self._owner.block
         return max(block.starts) if block is not None else max(self._owner.lengths)
 
@@ -110,8 +115,8 @@ class PreallocatedCache(Cache):
     be dropped.
 
     ``lengths[slot]`` is the number of cached positions of a row. ``text`` contains the tokens of row 0 whose keys are
-    certainly cached. ``states`` are the states after a drafter's taps that were kept, from the first of these tokens
-    on. The decoding loop updates ``text`` and ``states`` in caches that serve several calls.
+    certainly cached. ``states`` are kept states after a drafter's taps, for these tokens from the first on. The
+    decoding loop updates ``text`` and ``states`` in caches that serve several calls.
     """
 
     def __init__(
@@ -135,14 +140,16 @@ class PreallocatedCache(Cache):
         self._taps: tuple[int, ...] = ()
         self._held: tuple[_Buffers, ...] = ()  # buffers of each device; empty before the first block
         self._handed_out: tuple[_Buffers, ...] = self._held
-        """Buffers whose views the layers use; they differ from `_held` only if an interrupt came between the two."""
+        """Buffers whose views the layers use; they differ from `_held` only after an interrupt between the two
+        assignments.
+        """
 
     def begin(self, slots: Sequence[int], size: int, device: torch.device, own: Sequence[int] | None = None) -> int:
         """Announce a pass that appends ``size`` positions to each row in ``slots``; return how many keys it reads.
 
-        Only the first ``own[i]`` positions belong to row i (None: all). The rest is padding and never grows the
-        buffers: padding without room overwrites the last position, which no row then uses. Rows with content must be
-        the first ones, in order, because attention reads a slice of the buffers.
+        Only the first ``own[i]`` positions belong to row i (None: all). The rest is padding, which never makes the
+        buffers grow: padding without room overwrites the last position, which no row uses in that case. Rows with
+        content must come first, in order, because attention reads a slice of the buffers.
         """
         starts = [self.lengths[slot] for slot in slots]
         assert not any(starts) or list(slots) == list(range(len(slots))), f"rows {slots} are not the first ones"
@@ -173,7 +180,7 @@ class PreallocatedCache(Cache):
         self.block = None
 
     def advance(self, slots: Sequence[int], written: Sequence[int]) -> None:
-        """Lengthen each of the rows ``slots`` by its number of ``written`` positions."""
+        """Add to the length of each row in ``slots`` the number of positions ``written`` for it."""
         for slot, count in zip(slots, written, strict=True):
             self.lengths[slot] += count
 
@@ -249,7 +256,7 @@ class PreallocatedCache(Cache):
         """Replace a device's keys or values by a copy with room for ``capacity`` positions; free the old buffer."""
         old: Tensor = getattr(self._held[place], name)
         layers, _, _, held, _ = old.shape
-        if held >= capacity:  # it grew before an error
+        if held >= capacity:  # the buffer grew before an error
             return
         new = self._new_buffer(old, layers, capacity, old.device)
         new[..., :held, :] = old
@@ -267,7 +274,7 @@ class PreallocatedCache(Cache):
         self._handed_out = self._held
 
     def is_full(self, slot: int) -> bool:
-        """Return True if a row's next step may not draft (see `decoding.model.rows`)."""
+        """Return True if the next step of a row must not draft (see `decoding.model.rows`)."""
         return False
 
     @torch.inference_mode()
@@ -292,7 +299,8 @@ class PreallocatedCache(Cache):
     def rewind(self, prompt: Sequence[int], taps: tuple[int, ...] = ()) -> int:
         """Cut row 0 to the longest prefix that it shares with ``prompt[:-1]``; return the prefix's length.
 
-        With ``taps`` the prefix is not longer than the kept states of these layers; states of other layers are dropped.
+        With ``taps`` the prefix ends at the latest where the kept states of these layers end; states of other layers
+        are dropped.
         """
         common = common_length(self.text, prompt[:-1])
         if taps:

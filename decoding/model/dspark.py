@@ -39,7 +39,7 @@ from decoding.model.stored import (
 )
 from decoding.model.vocabulary import check_d2t, d2t_of, tokens_of, without_d2t
 
-_TOGETHER = 1024  # most tokens for which several texts' states are concatenated for one product
+_TOGETHER = 1024  # up to this many tokens, the states of several texts are concatenated for one product
 _SPREAD = 0.02
 _OF_FILES = {
     "markov.embedding.weight": "markov_head.markov_w1.weight",
@@ -49,13 +49,16 @@ _OF_FILES = {
     "confidence.weight": "confidence_head.proj.weight",
     "confidence.bias": "confidence_head.proj.bias",
 }
-"""Our tensor names -> the names in files, where they differ."""
+"""Maps our tensor names to the names in files, if they differ."""
 _BIASES = {"vanilla": MarkovBias, "gated": GatedBias, "rnn": RecurrentBias}
 _MASK = "use a draft whose mask is one of the target's tokens"
 _TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
-"""Tensors that some trainers store: copies of target weights, and maps to ids of the target. Most are not loaded."""
+"""Tensors that some trainers store: copies of the target's weights, and maps to the target's ids.
+
+Most are not loaded.
+"""
 _OF_REDUCED = ("lm_head.weight", "d2t")
-"""The tensors among them that are loaded if the draft writes only some of the target's tokens."""
+"""The tensors in `_TARGETS_OWN` that are loaded if the draft writes only some of the target's tokens."""
 
 
 class _Attention(nn.Module):
@@ -104,7 +107,9 @@ class _Layer(nn.Module):
 
 
 def _seen(sight: Sight, mask: Tensor | None, at: Tensor, keys_at: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return the additive mask of a layer's slots, at positions ``at``: ``mask`` without what the layer cannot see."""
+    """Return the additive mask of a layer's slots, which are at positions ``at``: ``mask``, with keys that the layer
+    cannot see hidden as well.
+    """
     if sight == Sight():
         return mask
     assert keys_at is not None, "windows and causal blocks need the keys' positions"
@@ -115,11 +120,15 @@ def _seen(sight: Sight, mask: Tensor | None, at: Tensor, keys_at: Tensor | None,
 
 
 Held = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Function (layer index, the block's keys, its values) -> all keys and values to which the block attends."""
+"""Function from a layer's index and the keys and values of a block to all keys and values to which the block attends.
+"""
 
 
 class DSparkDraft(nn.Module):
-    """The weights of a draft; callers provide the target's embedding, and its lm_head unless the draft has its own."""
+    """The weights of a draft.
+
+    Callers provide the target's embedding, and also the target's lm_head unless the draft has one.
+    """
 
     d2t: Tensor
 
@@ -197,7 +206,9 @@ class DSparkDraft(nn.Module):
         return normed_last
 
     def sure(self, hidden: Float[Tensor, "*slots hidden"], before: Int[Tensor, " *slots"]) -> Float[Tensor, " *slots"]:
-        """Return the logit of each slot's acceptance, given that the token before it was accepted."""
+        """Return for each slot the logit of the probability that its token is accepted if the token before was
+        accepted.
+        """
         assert self.confidence is not None, "this draft lacks a confidence head"
         if self.markov is not None and self.config.confidence_head_with_markov:
             hidden = torch.cat((hidden, self.markov.embedding(before).detach().to(hidden)), -1)
@@ -244,9 +255,8 @@ def read_described(folder: Path) -> tuple[DSparkConfig, dict[str, StoredTensor]]
 
 
 def check_ends(folder: Path, target: CausalLM) -> None:
-    """Raise UserError if the embedding, lm_head or ids in a folder differ from the target's by more than rounding.
-
-    The lm_head of a draft that writes only some of the target's tokens is its own.
+    """Raise UserError if the embedding, lm_head or ids in a folder differ from those of the target by more than
+    rounding. A draft that writes only some of the target's tokens has a different lm_head, which is not compared.
     """
     reduced = read_dspark_config(folder).draft_vocab_size is not None
     ends: dict[str, Any] = {
@@ -272,7 +282,7 @@ def _stored_shapes(config: DSparkConfig) -> Iterator[tuple[str, tuple[int, ...]]
 class TextKeys:
     """Keys and values of the texts of a batch, and of the block after each text: (layers, rows, key heads, room, dim).
 
-    Text keys come from the target's states at committed tokens, so only whole blocks are ever dropped.
+    Keys of a text come from the target's states at committed tokens, so they are never dropped; only whole blocks are.
     """
 
     def __init__(self, draft: DSparkDraft, rows: int, longest: int) -> None:
@@ -362,7 +372,7 @@ class DSpark:
     def logits(
         self, hidden: Float[Tensor, "rows slots hidden"], count: int | None = None
     ) -> Float[Tensor, "rows count outputs"]:
-        """Return the logits of the next ``count`` tokens (None: all K), as in servers, without the bias."""
+        """Return the logits of the next ``count`` tokens (None: all K) without the bias, as servers compute them."""
         first = self.config.slots - self.config.block_size
         read = hidden[:, first : first + (count or self.config.block_size)]
         # Made contiguous, because torch multiplies a strided slice by a frozen weight via copies, which is far slower.
@@ -374,7 +384,8 @@ class DSpark:
         return self.draft.output_tokens
 
     def block_bias(self, hidden: Float[Tensor, "rows slots hidden"], newest: Tensor) -> BlockBias | None:
-        """Return the bias in these blocks if it depends on more than the previous token; otherwise return None."""
+        """Return the bias for these blocks if the bias depends on more than the previous token; otherwise return None.
+        """
         if self.draft.markov is None or self.config.markov_head_type == "vanilla":
             return None
         return BlockBias(self.draft.markov, hidden, newest, self.config.slots - self.config.block_size)

@@ -115,5 +115,8 @@ def _check_layers(path: Path, config: Mapping[str, Any], header: Mapping[str, St
 
 
 def _layer_of(name: str) -> str | None:
-    """Return the first number in a tensor's name: the layer, in transformers' families (model.layers.3., h.3.)."""
+    """Return the first number in a tensor's name.
+
+    In the families of transformers it is the layer (model.layers.3., h.3.).
+    """
     return next((part for part in name.split(".") if part.isascii() and part.isdigit() and len(part) < 10), None)

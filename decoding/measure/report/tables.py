@@ -75,7 +75,7 @@ def _names(row: ReportRow) -> tuple[str, str]:
 
 
 def _promise(row: ReportRow) -> str:
-    """Return "lossless" or "lossy"; for greedy texts add how many of them are identical to plain decoding's."""
+    """Return "lossless" or "lossy"; for greedy texts also how many of them are identical to texts of plain decoding."""
     same = row.identical_to_plain
     return row.label if not same or row.method == PLAIN else f"{row.label}, {_same(same)} same"
 
@@ -102,7 +102,7 @@ def _tokens_per_second(row: ReportRow) -> str:
 
 @dataclass(frozen=True)
 class TerminalReport:
-    """A report for rich consoles: a table of at most 80 columns with sentences below."""
+    """A report for rich consoles: a table of at most 80 columns, followed by sentences."""
 
     report: Report
 
