@@ -6,7 +6,9 @@ This module must not import torch, even indirectly: libgomp reads its settings o
 import os
 
 _SPINS = "1000"
-"""Turns of an idle thread's waiting loop before it sleeps. libgomp's default keeps a core busy for milliseconds."""
+"""Number of iterations of an idle thread's waiting loop before the thread sleeps. libgomp's default keeps a core busy
+for milliseconds.
+"""
 
 
 def spin_briefly() -> None:

@@ -22,12 +22,12 @@ def names(text: Any) -> Sequence[str]:
 
 
 def whole_numbers(text: Any) -> Sequence[int]:
-    """Parse comma-separated whole numbers of at least 1; duplicates and defaults as in `names`."""
+    """Parse comma-separated whole numbers of at least 1; duplicates and defaults are treated as in `names`."""
     return _numbers(text, int, "whole numbers of at least 1")
 
 
 def numbers(text: Any) -> Sequence[float]:
-    """Parse comma-separated numbers above 0; duplicates and defaults as in `names`."""
+    """Parse comma-separated numbers above 0; duplicates and defaults are treated as in `names`."""
     return _numbers(text, float, "numbers above 0")
 
 

@@ -4,9 +4,9 @@ Each row passes through four modules: `rows` reads it, `conversations` interpret
 defines the examples.
 
 On each machine one process tokenizes a source, and all processes map the result from a cache folder. The folder
-contains the sequences, as an Arrow file of the datasets library, and counts of the rows. Its name is a digest of
-everything that determines the sequences. It appears whole or not at all, with checksums. The library's own cache would
-not notice a changed tokenizer, changed code or a damaged file, and would copy streamed rows.
+contains the sequences, as an Arrow file of the datasets library, counts of the rows, and checksums. Its name is a
+digest of everything that determines the sequences, and it appears only when it is complete. The library's own cache
+would not notice a changed tokenizer, changed code or a damaged file, and would copy streamed rows.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ class Dataset:
 
     @property
     def fill(self) -> float:
-        """Share of the sequences' capacity (``max_length`` tokens each) that is filled with tokens."""
+        """Share of the capacity of the sequences (``max_length`` tokens each) that is filled with tokens."""
         return self.account.tokens / (len(self.examples) * self.max_length)
 
     def describe(self) -> str:
@@ -165,7 +165,7 @@ def load_training_data(section: DataSection, tokenizer: PreTrainedTokenizerBase,
 
 
 def not_held_out(heldout: str, train: str) -> str:
-    """Return a warning that two settings name the same data."""
+    """Return a warning that the settings of training data and held-out data name the same data."""
     return f"warning: {heldout} is the same data as {train}, so held-out figures are measured on training data"
 
 
@@ -189,12 +189,12 @@ def heldout_prompts(examples: Sequence[Example], count: int, prompt_tokens: int,
 
 _SEQUENCES, _ACCOUNT = "sequences.arrow", "account.json"
 _FEW_ROWS, _FEW_BYTES = 256, 1 << 20
-"""Up to these sizes, tokenizing is as fast as looking up the cached file."""
+"""For sources up to these sizes, tokenizing is as fast as looking up the cached file."""
 _DECIDES = (
     *("format", "text_field", "prompt_field", "answer_field", "max_length", "max_rows", "bad_rows"),
     "chat_template_kwargs",
 )
-"""Fields of a data section that determine the sequences, apart from the chat template's file and the source."""
+"""Fields of a data section that determine the sequences, in addition to the chat template's file and the source."""
 _CODE = ("rows", "conversations", "chat", "marks", "encoding", "batch", "dataset")
 
 Tokenized = tuple[Sequence[Example], Int[np.ndarray, " rows"], Account]
@@ -204,10 +204,10 @@ Tokenized = tuple[Sequence[Example], Int[np.ndarray, " rows"], Account]
 def load_sequences(
     source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()
 ) -> Tokenized:
-    """Return the sequences of a source from the cache, which is filled if needed; few rows are only kept in memory.
+    """Return the sequences of a source from the cache, which is filled if needed.
 
-    ``ends`` are as in `TranscriptEncoder`. The first process on a machine tokenizes while the others wait. Raises
-    UserError for bad rows and for a cache that cannot be written.
+    Small sources are only kept in memory. ``ends`` are as in `TranscriptEncoder`. The first process on a machine
+    tokenizes while the others wait. Raises UserError for bad rows and for a cache that cannot be written.
     """
     if source.num_bytes is not None and (
         source.num_bytes <= _FEW_BYTES or (section.max_rows is not None and section.max_rows <= _FEW_ROWS)

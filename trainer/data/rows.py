@@ -51,11 +51,11 @@ PRESETS = {
     "gsm8k": Preset("openai/gsm8k:main", "question", "mit"),
     "codealpaca": Preset("sahil2801/CodeAlpaca-20k", "instruction", "cc-by-4.0"),
 }
-"""Sets of prompts by name."""
+"""Sets of prompts on the hub, by their names in commands."""
 
 
 class Row(NamedTuple):
-    """One row: its fields by name, or the reason why it does not have fields."""
+    """One row: its fields by name, or the error that explains why there are none."""
 
     where: str
     """The row's location for error messages: file and line, or data set and row."""
@@ -75,8 +75,8 @@ class RowSource:
 
     name: str
     sha256: str
-    """Digest of a file; of a folder's file names and digests; or of a hub data set's name, split and fingerprint
-    (commit, if streamed).
+    """Digest of a file, of a folder's file names and digests, or of a hub data set's name, split and fingerprint (the
+    commit for a streamed set).
     """
     files: tuple[Path, ...] = ()
     hub: Iterable[dict[str, Any]] | None = None
@@ -162,7 +162,7 @@ def _downloaded(name: str, hub: HubName, config: str | None, section: DataSectio
 
 
 def _streamed(_: str, hub: HubName, config: str | None, section: DataSection) -> RowSource:
-    """Return a stream whose name omits the revision, so that the same commit always shares cached tokens."""
+    """Return a stream whose name omits the revision, so that all names of a commit share the cached tokens."""
     name = ":".join(part for part in (hub.repo_id, config) if part)
     commit = _commit_of(hub)
     digest = hashlib.sha256(repr((name, section.split, commit, "streamed")).encode()).hexdigest()
