@@ -81,7 +81,7 @@ class _Acceptance:
             self._hits[depth] = _MEMORY * self._hits[depth] + (depth < step.accepted)
 
     def _share(self, depth: int) -> tuple[float, float]:
-        """Return the acceptance after ``depth`` accepted tokens and the number of trials; both include a weighted first
+        """Return the acceptance after ``depth`` accepted tokens and the number of trials, including a weighted first
         guess.
         """
         if self._like is not None:
@@ -92,8 +92,7 @@ class _Acceptance:
         return (hits + weight * guess) / (trials + weight), trials + weight
 
     def tokens(self, depth: int, luck: float) -> float:
-        """Return the tokens of a step with a draft of this depth, ``luck`` standard deviations above the expectation.
-        """
+        """Return the tokens of a step with a draft of this depth, ``luck`` standard deviations above the expectation."""
         total = reached = 1.0
         for index in range(depth):
             share, trials = self._share(index)
@@ -212,7 +211,7 @@ these seconds grows e-fold.
 _NOISE, _BETWEEN, _BEYOND = 0.15, 0.04, 0.3
 """Relative standard deviations: of the seconds of a step, of guesses between tried budgets, and of guesses beyond them.
 """
-_CAUTION = 0.5  # share of a standard deviation by which choices are explored; half of it is always added to the acceptance
+_CAUTION = 0.5  # standard deviations by which choices are explored; half is always added to the acceptance
 _HELD = 2  # number of steps from one choice to the next
 _FIRST_LOSS, _LOSS, _MOST_GAIN = 0.5, 0.015, 4.0
 """In units of a plain step: what drafting may lose at first, what it may lose for each plain step, and the largest

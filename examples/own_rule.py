@@ -29,7 +29,7 @@ def rejection(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
         q = one_hot(torch.tensor(token), p.shape[1]).to(p) if proposal.q is None else proposal.q[place]
         if not source.accept(float(p[place, token] / q[token])):
             beyond = (p[place] - q).clamp(min=0)
-            return Verdict(path(place), source.draw(beyond if beyond.any() else p[place]))  # otherwise p = q up to rounding
+            return Verdict(path(place), source.draw(beyond if beyond.any() else p[place]))  # or p = q up to rounding
     length = len(proposal.tree) - 1
     return Verdict(path(length), source.draw(p[length]))
 

@@ -196,7 +196,7 @@ def _predicted(runs: Sequence[Run], tokens: float, curve: Mapping[int, float], d
     passes.
     """
     plain_step = pass_over(curve, 1)
-    sizes = Counter(count.drafted + 1 for run in runs for count in run.counts)  # policies and lookups vary the sizes of drafts
+    sizes = Counter(count.drafted + 1 for run in runs for count in run.counts)  # policies and lookups vary the sizes
     passes = max(1, sizes.total())
     verify = sum(pass_over(curve, size) * times for size, times in sizes.items()) / passes
     return predicted_speedup(tokens, draft / passes / plain_step, verify / plain_step, overhead / passes / plain_step)

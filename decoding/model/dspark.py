@@ -384,8 +384,7 @@ class DSpark:
         return self.draft.output_tokens
 
     def block_bias(self, hidden: Float[Tensor, "rows slots hidden"], newest: Tensor) -> BlockBias | None:
-        """Return the bias for these blocks if the bias depends on more than the previous token; otherwise return None.
-        """
+        """Return the bias for these blocks, or None if the bias depends only on the previous token or is missing."""
         if self.draft.markov is None or self.config.markov_head_type == "vanilla":
             return None
         return BlockBias(self.draft.markov, hidden, newest, self.config.slots - self.config.block_size)

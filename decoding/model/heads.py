@@ -214,8 +214,7 @@ class MedusaHeads(nn.Module):
 
     @property
     def output_tokens(self) -> Int[Tensor, " outputs"] | None:
-        """The token ids that the outputs stand for, in increasing order; None if the outputs are the whole vocabulary.
-        """
+        """The token ids of the outputs, in increasing order; None if the outputs are the whole vocabulary."""
         return None if self.lm_head is None else tokens_of(self.d2t)
 
     @torch.no_grad()

@@ -252,7 +252,7 @@ class StaticSteps:
         except Exception as error:  # any type of error, because the model's code ran
             if not self.may_give_way:
                 raise
-            first = error.__context__ or error  # ending a failed recording also fails, and that error would hide the cause
+            first = error.__context__ or error  # the end of a failed recording fails too and hides the cause
             cause = str(first).strip().partition("\n")[0] or type(first).__name__
             warnings.warn(
                 f"the model's steps cannot be recorded as CUDA graphs, so they run in dynamic shapes: {cause}",

@@ -31,7 +31,7 @@ SHARD_BYTES = 5 * 10**9
 FLOATS = ("BF16", "F16", "F32", "F64")
 """Dtypes that heads may have, by their safetensors names."""
 _MOST_BYTES = 256 << 20  # largest size of a JSON file, in bytes; the largest models' index has a few MiB
-_PIECE = 1 << 18  # number of values tested for NaN at a time, because a test of a whole tensor takes twice the tensor's memory
+_PIECE = 1 << 18  # values tested for NaN at a time: a test of a whole tensor takes twice the tensor's memory
 
 
 class StoredTensor(NamedTuple):

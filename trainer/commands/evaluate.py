@@ -74,7 +74,7 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> Re
         report = replace(
             found,
             **about,
-            **{name: known[-1][name] for name in ("hardware", "versions", "commit")},  # the other process may run on another machine
+            **{name: known[-1][name] for name in ("hardware", "versions", "commit")},  # another machine is possible
             commits=tuple(sorted({each["commit"] for each in known})),
             processors=tuple(sorted({each["hardware"]["processor"] for each in known})),
             processes=world,

@@ -168,7 +168,7 @@ class _Session:
         changes.
         """
         bodies = [self._body(index, cell) for index in range(len(self._questions))]
-        anew = {"cache_prompt": False, "cache_salt": f"{time.time_ns()}"}  # the first field is for llama.cpp, the second for vLLM and SGLang
+        anew = {"cache_prompt": False, "cache_salt": f"{time.time_ns()}"}  # llama.cpp; vLLM and SGLang
         if self._uncached is None:  # asked only for the first cell; the request also warms up the server
             self._uncached = self._server.takes({**bodies[0], **anew}, self._clock)
         before = find_counts(self._server.metrics(), self._server.served.model)

@@ -113,7 +113,7 @@ def untrained_drafters(
         return named_drafter("heads", made), _parameters(made)
 
     def dspark() -> tuple[Drafter, int]:
-        anything = str(tokenizer.convert_ids_to_tokens(0))  # here any token can be the mask token; training must choose it well
+        anything = str(tokenizer.convert_ids_to_tokens(0))  # in training the choice of the mask token matters
         config = dspark_config(target, tokenizer, DSparkSection(block_size=DEEPEST, mask_token=anything))
         config.check_fits(target)
         made = DSparkDraft(config).to(target.device, target.dtype).eval()

@@ -88,7 +88,7 @@ class TranscriptEncoder:
         messages, where = transcript.messages, transcript.where
         if transcript.format == "text":
             return Encoded(transcript, "the whole text", self._text_pieces(transcript.text))
-        is_pair = transcript.format == "prompt_answer" and template is None  # only the last answer of such a sequence is trained
+        is_pair = transcript.format == "prompt_answer" and template is None  # trains only the last answer
         answers = [message for message in messages if message["role"] == "assistant"][-1 if is_pair else 0 :]
         if answers and not any(map(is_trained, answers)):  # an empty answer would teach the model to stay silent
             return Encoded(transcript, "no answer (each is empty or excluded)", ())
@@ -151,7 +151,8 @@ class TranscriptEncoder:
         return tuple(each for each, index in zip(examples, indices, strict=True) if is_trained(messages[index]))
 
     def _with_end(self, tokens: list[int], messages: Messages, template: "ChatTemplate | None") -> list[int]:
-        """Return an answer's tokens; if the template writes the end token, add it, because some servers leave it out.
+        """Return an answer's tokens with the end token, which some servers leave out, if the template writes this
+        token.
         """
         end, last = self._end, self._tokenizer.added_tokens_decoder.get(tokens[-1])
         if end is None or tokens[-1] in self._ends or (last is not None and last.special):

@@ -282,7 +282,7 @@ def _turns(messages: Sequence[Message], where: str) -> tuple[tuple[Message, ...]
             asked = {name: message[name] for name in _ASKED if message.get(name) is not None}
             if message["role"] == "tool":
                 named = [name for each, name in made if each and each == asked.get("tool_call_id")]
-                named += [asked.get("name"), *(name for _, name in made[len(turns[-1]) :])]  # by their order if there are no ids
+                named += [asked.get("name"), *(name for _, name in made[len(turns[-1]) :])]  # by order, without ids
                 asked[_CALLED] = next(filter(None, named), None)
             turns[-1].append(asked)
         if turns[-1] and message["role"] == ("assistant" if answered else "user"):

@@ -247,8 +247,7 @@ class Prediction:
 
     @property
     def cost(self) -> float:
-        """Cost of the step in units of a step of plain decoding; with this many tokens per target pass it breaks even.
-        """
+        """Cost of the step in units of a plain step; with this many tokens per target pass the draft breaks even."""
         return self.step.total / self.plain
 
 

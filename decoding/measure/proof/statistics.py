@@ -103,8 +103,7 @@ class Cells(NamedTuple):
 
     @staticmethod
     def pooled(counts: Float[Tensor, " outcomes"], p: Float[Tensor, " outcomes"]) -> "Cells":
-        """Keep the outcomes that, with this number of draws from p, are expected at least five times; pool all others.
-        """
+        """Keep the outcomes that are expected at least five times in this number of draws from p; pool the others."""
         counts, p = counts.double(), p.double()
         kept = p * counts.sum() >= _LEAST_EXPECTED
         rest = (p[~kept].sum() if bool((~kept).any()) else p.new_zeros(())).clamp(min=0)
