@@ -188,7 +188,7 @@ class DecodingBatch:
         return [step.timed(*(second / len(steps) for second in seconds)) for step in steps]
 
     def _rooms(self) -> list[int]:
-        """Return how many tokens may be drafted in each row: none if accepted tokens must be added to the cache first."""
+        """Return how many tokens may be drafted in each row: none if accepted tokens must first be cached."""
         return [0 if self.cache.is_full(row) else text.draft_room for row, text in enumerate(self.texts)]
 
     def _propose(self, budget: Budget) -> list[Proposal]:

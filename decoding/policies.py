@@ -92,7 +92,7 @@ class _Acceptance:
         return (hits + weight * guess) / (trials + weight), trials + weight
 
     def tokens(self, depth: int, luck: float) -> float:
-        """Return the tokens of a step with a draft of this depth, ``luck`` standard deviations above the expectation."""
+        """Return the tokens of a step with a draft of this depth, ``luck`` standard deviations above expectation."""
         total = reached = 1.0
         for index in range(depth):
             share, trials = self._share(index)

@@ -124,7 +124,7 @@ class Prompts(NamedTuple):
 
     @staticmethod
     def of_tensor(input_ids: Tensor, mask: Tensor | None) -> "Prompts":
-        """Read the prompts from a tensor. Tokens hidden by the mask are dropped, because the model would ignore them."""
+        """Read the prompts from a tensor. Tokens hidden by the mask are dropped, as the model would ignore them."""
         check_tensor_of_ids(input_ids)
         if input_ids.dim() != 2 or 0 in input_ids.shape:
             raise UserError(f"input_ids has shape {tuple(input_ids.shape)}: use (batch, length), at least one token")

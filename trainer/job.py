@@ -27,7 +27,7 @@ class Job:
     """The training data."""
     heldout: Dataset
     target: StoredTarget
-    """A `Target` if loaded, a `StoredTarget` if released to free memory."""
+    """A `Target` if the model is loaded, or a `StoredTarget` if it was released to free memory."""
     objective: Objective
     identity: Mapping[str, Any]
     """The recipe as plain JSON values; `trainer.run.checkpoint` uses it to recognise the run.

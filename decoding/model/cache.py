@@ -22,7 +22,7 @@ _BUFFERS = itertools.count(1)
 
 @dataclass(frozen=True)
 class _Block:
-    """The place of a pass in the cache: row i of the batch writes to slot ``slots[i]`` from position ``starts[i]`` on."""
+    """The place of a pass in the cache: row i writes to slot ``slots[i]`` from position ``starts[i]`` on."""
 
     slots: Sequence[int]
     starts: Sequence[int]

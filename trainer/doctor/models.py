@@ -1,4 +1,6 @@
-"""Checks that a target loads and drafters fit it: by configs, tokenizers and weight headers, then by decoding."""
+"""Checks that a target loads and that drafters fit it: first by configs, tokenizers and headers of weights, then by
+decoding.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -62,7 +64,7 @@ class Skeleton(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of its weights in memory."""
+        """Bytes of the model's weights in memory."""
         return sum(parameter.nbytes for parameter in self.model.model.parameters())
 
 
@@ -152,7 +154,7 @@ def target_findings(target: Skeleton) -> list[Finding]:
 
 
 def check_vocabulary(target: Skeleton) -> Finding:
-    """Compare the tokenizer's number of tokens with the model's; the model may have padding."""
+    """Compare the number of tokens of the tokenizer and the model; the model may have padding."""
     known, named = target.model.vocab_size, len(target.tokenizer)
     found = f"the tokenizer has {named} tokens and the model has {known}"
     if target.tokenizer.vocab_size > known:
@@ -222,7 +224,8 @@ def check_drafter(spec: DrafterSpec, target: Skeleton, trusted: bool = False) ->
 
 
 def layout_findings(spec: DrafterSpec) -> list[Finding]:
-    """Say which layout a DSpark or EAGLE-3 draft has and which servers run it as trained, by its config.json alone.
+    """Read only the config.json of a DSpark or EAGLE-3 draft; say which layout it has and which servers run it as it
+    was trained.
 
     Raises UserError for other drafters.
     """

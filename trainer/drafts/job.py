@@ -1,4 +1,4 @@
-"""The job of a draft: from a recipe to an objective, and its DSpark start."""
+"""The job of a draft: builds the objective from a recipe, and the initial DSpark draft."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -85,12 +85,12 @@ def assemble_draft(recipe: DraftRecipe, device: torch.device, process: Process, 
 def _dspark(
     recipe: DraftRecipe, target: Target, examples: Sequence[Example], process: Process, begins: bool
 ) -> DSparkDraft:
-    """Return the initial DSpark draft, and say what is particular about it."""
+    """Return the initial DSpark draft, and print its size, mask token and other choices."""
     section, dspark = recipe.draft, recipe.draft.dspark
     assert dspark is not None, "the recipe asks for a DSpark draft"
     initial = initial_dspark(target.model, target.tokenizer, section, examples)
     fits = begins and dspark.fit_tokens and section.init.from_model is None and initial.markov is not None
-    if fits and (online := OnlineTarget(target.model)).transform is None:  # otherwise a regression is wrong by a scale
+    if fits and (online := OnlineTarget(target.model)).transform is None:  # a scale would make the regression wrong
         process.say(
             f"the draft's bias starts as a regression on up to {dspark.fit_tokens:,} tokens (draft.dspark.fit_tokens)"
         )
@@ -114,17 +114,17 @@ def _teacher(recipe: DraftRecipe, target: Target, dataset: Dataset, process: Pro
 def _identity(
     recipe: DraftRecipe, target: Target, dataset: Dataset, heldout: Dataset, initial: _Initial
 ) -> dict[str, Any]:
-    """Return `trainer.job.Job.identity`; a draft to start from appears as its weights' fingerprint."""
+    """Return `trainer.job.Job.identity`, in which the fingerprint of its weights stands for a draft to start from."""
     section, content = recipe.draft, shared_identity(recipe, target, dataset, heldout)
     content["features"] = {"states": recipe.features.states if recipe.features else "target"}
     if section.init.from_model is not None:
         draft = initial.model if isinstance(initial, InitialDraft) else initial
         content["draft"]["init"]["from_model"] = fingerprint(draft)
     if isinstance(initial, DSparkDraft):
-        for name in ("rope_theta", "rms_norm_eps"):  # earlier runs had the defaults under any target
+        for name in ("rope_theta", "rms_norm_eps"):  # runs of earlier versions had the same defaults for any target
             value = getattr(initial.config, name)
             content["draft"]["dspark"][name] = None if value == getattr(DSparkConfig, name) else value
-        if initial.config.rope_scaling:  # earlier runs had none
+        if initial.config.rope_scaling:  # runs of earlier versions did not have this setting
             content["draft"]["dspark"]["rope_scaling"] = dict(initial.config.rope_scaling)
     if section.teacher is not None:
         content["draft"]["teacher"] = {"top_k": section.teacher.top_k, "tail": section.teacher.tail}
@@ -132,7 +132,7 @@ def _identity(
 
 
 def _longest(recipe: DraftRecipe, target: CausalLM) -> int:
-    """Return the longest text that the draft will read: prompt and answer, within the target's context."""
+    """Return the length of the longest text that the draft will read: prompt and answer, within the target's context."""
     policy, evaluation = recipe.draft.policy, recipe.evaluation
     answers = [policy.max_new_tokens if policy.generates else 0, evaluation.max_new_tokens if evaluation.prompts else 0]
     return min(recipe.data.max_length + max(answers), target.max_positions or 1 << 30)

@@ -24,7 +24,7 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     source, folder = task.source, task.folder
     model, tokenizer = _load(source)
     if hasattr(model.config, "auto_map"):
-        del model.config.auto_map  # it refers to code that is not exported
+        del model.config.auto_map  # it refers to code, which is not exported
     check_finite(dict(model.named_parameters()), f"{source}", "use an earlier checkpoint, or train the draft again")
     write_model(model, tokenizer, folder)
     if (output_tokens := read_output_tokens(model, str(source))) is not None:
@@ -76,9 +76,9 @@ def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, folder: Path) -> None:
-    """Reject another model's tokenizer: one with far more or far fewer tokens than this model's vocabulary.
+    """Reject the tokenizer of another model, which has far more or far fewer tokens than this model's vocabulary.
 
-    Small differences are common: an added padding token, or a padded vocabulary.
+    Small differences are common, such as an added padding token or a padded vocabulary.
     """
     highest, knows = max(tokenizer.get_vocab().values(), default=-1), model.config.get_text_config().vocab_size
     if highest >= knows + max(64, knows // 100) or highest + 1 < knows - max(1024, knows // 100):

@@ -1,4 +1,4 @@
-"""The export command's work: check, write, read back, describe on a card, list server commands."""
+"""The work of the export command: check, write, read back, describe the result on a card, and list server commands."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,19 +63,18 @@ def export(
 ) -> ExportSummary:
     """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
 
-    ``source``: a run's folder, its ``final`` folder or one of its checkpoints (of a stopped run, the newest), another
-    trainer's draft, also by its Hub id, or ``quickstart``, the embedded target for servers that run a draft for it.
-    ``report``: a ``report.json``; the card shows its figures.
-    ``plan``: a ``plan.json``. The formats headstart, dspark and speculators store its tree; the servers' commands use
-    its depths by batch size.
-    ``target``: the model that the artefact drafts for, if it differs from the recorded one.
-    ``type``: one of the format's number types. ``license``: the Hub's identifier of the weights' licence.
-    ``prompts``: a .jsonl file; by default the prompts that the training run held out. If the target is on this machine,
-    it decodes them with the trained weights and with the exported files. `NO_PROMPTS` skips this check.
+    ``source``: a run's folder (for a stopped run, its newest checkpoint is exported), its ``final`` folder, one of its
+    checkpoints, or the folder or Hub id of another trainer's draft. ``quickstart`` is the embedded target, for servers
+    that run a draft for it. ``report``: a ``report.json``; the card shows its figures. ``plan``: a ``plan.json``. The
+    formats headstart, dspark and speculators store its tree; the servers' commands use its depths by batch size.
+    ``target``: the model for which the artefact drafts, if it differs from the recorded target. ``type``: one of the
+    format's number types. ``license``: the Hub's identifier of the weights' licence. ``prompts``: a .jsonl file; by
+    default the prompts that the training run held out. If the target is on this machine, it decodes these prompts with
+    the trained weights and with the exported files. `NO_PROMPTS` skips this check.
 
     The destination appears complete or not at all, and only after the files were read back and compared. Provenance and
-    report are written next to the weights, without local paths. Heads that were trained jointly with adapters get the
-    adapted target in the folder ``target``.
+    report are written next to the weights, without local paths. For heads that were trained jointly with adapters, the
+    folder ``target`` contains the adapted target.
 
     Raises UserError if the format does not fit the artefact, the source lacks weights, the destination is not empty,
     the report or plan is malformed or describes other weights, or a file reads back differently.
@@ -111,7 +110,9 @@ def export(
 
 
 class _Request(NamedTuple):
-    """The inputs of an export besides the weights: report, plan, licence, and target and prompts of the check."""
+    """The inputs of an export in addition to the weights: report, plan, licence, and the target and prompts of the
+    check.
+    """
 
     made: tuple[str, ...]
     """Sentences on how the source was prepared."""

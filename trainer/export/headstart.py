@@ -29,7 +29,7 @@ def describe_heads(heads: MedusaHeads, format: str) -> Artefact:
 
 
 def readers(task: ExportTask, target: CausalLM) -> Readers:
-    """Return readers of the trained heads and the exported ones; both draft the exported tree."""
+    """Return readers of the trained heads and of the exported heads; both draft the exported tree."""
     trained = lambda: MedusaDrafter(load_heads(task.source, target), task.tree or None)  # noqa: E731
     return [(trained, lambda: MedusaDrafter(load_heads(task.folder, target)))]
 

@@ -1,11 +1,10 @@
-"""Proof that exported files equal the trained weights: compares every bit, and decodes prompts with both.
+"""Checks that exported files equal the trained weights: compares every bit, and decodes prompts with both.
 
-Each format's module has ``readers(task, target)``. It returns pairs of functions: one loads the trained weights, the
-other loads the exported files alone. The two drafters draft the same chain or tree; only one is in memory at a time.
-For formats that round weights only the texts must match, and the tokens per target pass of both are reported.
-
-The target runs in fp32. In fp32 a text does not depend on the number of tokens per pass, and bit-equal weights draft
-equal tokens.
+Each format's module has ``readers(task, target)``, which returns pairs of functions: one loads the trained weights, and
+the other loads the exported files alone. The two drafters draft the same chain or tree; only one of them is in memory
+at a time. For formats that round weights only the texts must match, and the tokens per target pass of both drafters are
+reported. The target runs in fp32. In fp32 a text does not depend on the number of tokens per pass, and bit-equal
+weights draft equal tokens.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,7 +44,10 @@ Readers = list[tuple[Callable[[], Drafter], Callable[[], Drafter]]]
 PROMPTS = 20
 """Number of prompts to decode with the trained weights and with the exported files."""
 _NEW_TOKENS = 64
-"""New tokens after each prompt from the user's file; held-out prompts get as many as the run's evaluations decoded."""
+"""Number of new tokens after each prompt from the user's file.
+
+After held-out prompts as many are decoded as in the run's evaluations.
+"""
 _ROWS_PER_PROMPT = 16
 """Rows of held-out data to read for each prompt wanted; some rows are too long or contain no prompt."""
 _POSITIONS = 32
@@ -56,12 +58,17 @@ _POSITIONS = 32
 
 
 def check_stored(written: Mapping[str, Tensor], folder: Path) -> None:
-    """Compare a folder's weights with ``written``, reading one tensor at a time; errors: `check_bit_equal`."""
+    """Compare a folder's weights with ``written``, reading one tensor at a time.
+
+    Raises the errors of `check_bit_equal`.
+    """
     check_bit_equal(written, stored_weights(folder, "export again"), folder)
 
 
 def check_bit_equal(written: Mapping[str, Tensor], read: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Raise `UserError` unless ``written`` and ``read`` have equal names, dtypes, shapes and bits, NaNs included."""
+    """Raise `UserError` unless ``written`` and ``read`` have equal names, dtypes, shapes and bits, including the bits
+    of NaNs.
+    """
     missing = set(written)
     for name, other in read:
         if name not in missing:
@@ -73,7 +80,7 @@ def check_bit_equal(written: Mapping[str, Tensor], read: Iterable[tuple[str, Ten
                 f"the tensor {name} in {folder} differs from what was written: export again, and check the disk if it "
                 "happens twice"
             )
-        del other  # before the next one is read
+        del other  # freed before the next tensor is read
     if missing:
         raise UserError(f"the tensor {min(missing)} is missing from {folder}: export again")
 
@@ -101,7 +108,10 @@ class _Prompts(NamedTuple):
 
 
 def _read_target(name: str | None, given: bool, trusted: bool) -> tuple[CausalLM, PreTrainedTokenizerBase]:
-    """Load a target in fp32. `_NotHere` if it is unknown, or if the user has not ``given`` it and it is not on disk."""
+    """Load a target in fp32.
+
+    Raises `_NotHere` if it is unknown, or if the user did not pass it (``given``) and it is not on disk.
+    """
     if name is None:
         raise _NotHere("the target of these weights is not recorded; if they have one, pass it as --target")
     try:
@@ -119,8 +129,8 @@ def _read_prompts(
 ) -> _Prompts:
     """Read prompts from a file, or from the held-out data of the run that made ``source``, as that run read them.
 
-    ``longest``: the longest text, in tokens, that can be decoded; None for no limit. `_NotHere` if no file is given
-    and the held-out data cannot be read on this machine.
+    ``longest``: length in tokens of the longest text that can be decoded; None for no limit. Raises `_NotHere` if no
+    file is given and the held-out data cannot be read on this machine.
     """
     longest = longest or 1 << 30
     if prompts is not None:
@@ -150,9 +160,10 @@ def _read_prompts(
 def check_drafts(task: ExportTask, target: str | None, prompts: Path | None, rounded: bool = False) -> tuple[str, ...]:
     """Decode prompts with the trained weights and with the exported files; return a sentence on each comparison.
 
-    ``target`` and ``prompts``: given by the user; None takes the training run's. ``rounded``: the format rounds
-    weights. UserError, naming prompt and token, if the texts differ from one another or from the target's own text. If
-    the target or the prompts are not on this machine, the sentence says so.
+    ``target`` and ``prompts`` are those that the user passed; None means those of the training run. ``rounded`` means
+    that the format rounds weights. Raises UserError, which names the prompt and the token, if the texts differ from one
+    another or from the text that the target writes alone. If the target or the prompts are not on this machine, the
+    sentence says so.
     """
     try:
         model, tokenizer = _read_target(target or task.target, target is not None, task.trust_remote_code)
@@ -165,7 +176,7 @@ def check_drafts(task: ExportTask, target: str | None, prompts: Path | None, rou
 
 
 class _Reading(NamedTuple):
-    """The texts of one drafter with their counts, and its heads' logits at some positions if it has heads."""
+    """The texts of one drafter with their counts, and for heads also their logits at some positions."""
 
     label: str
     decoded: list[Generation]
@@ -189,7 +200,7 @@ def _compared(
     longest = min(filter(None, (model.max_positions, drafter.max_positions)), default=None)
     asked = _read_prompts(task.source, prompts, tokenizer, longest)
     ours = _read_with(model, tokenizer, drafter, asked)
-    del drafter  # before the next one is loaded
+    del drafter  # freed before the next drafter is loaded
     if own_target and (task.folder / TARGET_FOLDER).is_dir():
         model, tokenizer = _read_target(str(task.folder / TARGET_FOLDER), True, task.trust_remote_code)
     theirs = _read_with(model, tokenizer, exported(), asked)
@@ -209,7 +220,9 @@ def _compared(
 
 
 def _read_with(model: CausalLM, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, prompts: _Prompts) -> _Reading:
-    """Decode prompts with and without a drafter; raise UserError for a text that is not the target's own."""
+    """Decode prompts with and without a drafter; raise UserError if a text differs from the one that the target writes
+    alone.
+    """
     config = DecodingConfig(prompts.max_new_tokens, eos_token_ids=eos_token_ids(model.model, tokenizer))
     plain, decoded = (Engine(model, each).decode(prompts.tokens, config, batch_size=10) for each in (None, drafter))
     for index, (text, own) in enumerate(zip(decoded, plain, strict=True)):

@@ -1,6 +1,6 @@
-"""Export of DSpark, DFlash and EAGLE-3 drafts, which read the target's states, flat or in speculators' nested layout.
-
-The flat layouts are DeepSpec's, which training also writes, and EAGLE's. vLLM loads all three, SGLang only flat ones.
+"""Export of DSpark, DFlash and EAGLE-3 drafts, which read the target's states, in flat layouts or in speculators'
+nested layout. There are two flat layouts: the one of DeepSpec, which training also writes, and the one of EAGLE. vLLM
+loads all three layouts, and SGLang loads only flat ones.
 """
 
 import json
@@ -34,7 +34,7 @@ _OF_LAYERS = (
     *("num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings", "attention_bias"),
     *("rope_parameters", "layer_types", "sliding_window", "use_sliding_window"),
 )
-"""Keys of a flat ``config.json`` that stand in ``transformer_layer_config`` of a nested one."""
+"""Keys of a flat ``config.json`` that are in ``transformer_layer_config`` in a nested one."""
 _NAMES = {"dspark": "DSparkDraftModel", "dflash": "DFlashDraftModel", "eagle3": "Eagle3DraftModel"}
 
 
@@ -74,19 +74,20 @@ def describe(draft: StateDraft, format: str, dtype: str) -> Artefact:
 
 
 def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
-    """Write the draft, a DSpark draft with the task's tree if it has one; read it back and compare.
+    """Write the draft, with the tree of the task if it is a DSpark draft and the task has a tree; read it back and
+    compare.
 
     Raises UserError for a draft that the layout cannot describe.
     """
     draft, path, nests = stored_draft(task.source), task.folder / CONFIG_NAME, task.format == NESTED
     if isinstance(draft, DSparkDraft):
         draft.config = replace(draft.config, tree=task.tree or draft.config.tree)
-        if nests and set(draft.config.layer_types) == {SLIDING}:  # then causal blocks are the default
+        if nests and set(draft.config.layer_types) == {SLIDING}:  # in this case causal blocks are the default
             draft.config = replace(draft.config, is_causal=None if draft.config.is_causal else draft.config.is_causal)
     draft.save_pretrained(task.folder)
     content, config = read_object(path, _AGAIN), draft.config
     if isinstance(config, Eagle3Config) and config.target_layer_ids:
-        content |= config.named_layers()  # default ones too, because they may be those of another depth
+        content |= config.named_layers()  # named even if they are the defaults, which depend on the depth of the target
     artefact = describe(draft, task.format, content["dtype"])
     if nests:
         content = nested(content, artefact.method, artefact.at_once or chain_length(task.source), task.target)
@@ -107,10 +108,11 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
 
 
 def nested(flat: Mapping[str, Any], method: str, tokens: int, target: str | None) -> dict[str, Any]:
-    """Return the content of speculators' ``config.json``, given that of a flat one.
+    """Return the content of speculators' ``config.json``, given the content of a flat one.
 
-    ``tokens``: what servers draft at a time by default. ``target``: its Hub id, or a path, of which the last part is
-    written. Raises UserError for blocks that are causal in layers without a window, which this layout cannot describe.
+    ``tokens``: the number of tokens that servers draft at a time by default. ``target``: the Hub id of the target, or a
+    path, of which only the last part is written. Raises UserError for blocks that are causal in layers without a
+    window, which this layout cannot describe.
     """
     own = {name: value for name, value in flat.items() if name not in ("rope_theta", "rope_scaling", "dflash_config")}
     layers = {name: own.pop(name) for name in _OF_LAYERS if name in own}
@@ -126,7 +128,7 @@ def nested(flat: Mapping[str, Any], method: str, tokens: int, target: str | None
             )
         own["aux_hidden_state_layer_ids"] = [layer + 1 for layer in own.pop("target_layer_ids")]
         slides = layers["use_sliding_window"] = "sliding_window" in layers
-        own["sliding_window_non_causal"] = causal is False or not slides  # vLLM obeys it in layers without a window too
+        own["sliding_window_non_causal"] = causal is False or not slides  # vLLM obeys it even without a window
         own["block_size"] = tokens + (not own["sample_from_anchor"])
     verifier = hub_repository(target_name({"target": {"name": target}, "recipe": {}}))
     return {
@@ -145,7 +147,7 @@ def nested(flat: Mapping[str, Any], method: str, tokens: int, target: str | None
 
 
 def _nest_weights(folder: Path, draft: StateDraft) -> None:
-    """Give a flat folder's tensors speculators' names, and add the inverse of ``d2t``."""
+    """Rename the tensors of a flat folder to speculators' names, and add the inverse of ``d2t``."""
     weights = {
         name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in read_weights(folder, _AGAIN).items()
     }
@@ -156,7 +158,7 @@ def _nest_weights(folder: Path, draft: StateDraft) -> None:
 
 
 def readers(task: ExportTask, target: CausalLM) -> Readers:
-    """Return readers of the trained draft and the exported one; both draft the exported tree, or a chain."""
+    """Return readers of the trained draft and of the exported draft; both draft the exported tree, or a chain."""
     if is_eagle3_folder(task.source):
         tokens = chain_length(task.source)
         chain = lambda: Eagle3Drafter(load_eagle3(task.source, target), tokens)  # noqa: E731

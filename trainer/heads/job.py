@@ -1,4 +1,4 @@
-"""The job that trains heads: from a recipe to an objective on the target or its stored features."""
+"""The job that trains heads: builds the objective from a recipe, on the target or on its stored features."""
 
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process,
     heads, said = with_sharing(recipe.heads, target.model.model)
     process.say(said)
     transform = logit_transform(target.model.model.config.get_text_config(decoder=True))
-    if recipe.adapters is not None or transform is not None:  # a regression of states would be wrong by a scale
+    if recipe.adapters is not None or transform is not None:  # the regression of states would be wrong by this scale
         heads = heads.model_copy(update={"fit_tokens": 0})
     recipe = recipe.model_copy(update={"heads": heads})
     written = None
@@ -67,5 +67,5 @@ def assemble_heads(recipe: MedusaRecipe, device: torch.device, process: Process,
     identity: dict[str, Any] = shared_identity(recipe, target, dataset, heldout)
     identity["features"] = {
         "states": features.states if features else "target"
-    }  # this is the only setting of features that changes the run
+    }  # the only setting in the section features that changes the run
     return Job(recipe, target.tokenizer, dataset, heldout, kept, objective, identity)

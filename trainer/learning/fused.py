@@ -24,7 +24,7 @@ class Bias(NamedTuple):
 
 
 class FusedLoss(NamedTuple):
-    """The loss of some rows of hidden states, and figures of each row, which have no gradient."""
+    """The loss of some rows of hidden states, and figures of each row; the figures have no gradient."""
 
     loss: Float[Tensor, ""]
     """The weighted sum of the rows' losses."""
@@ -33,7 +33,7 @@ class FusedLoss(NamedTuple):
     correct: Bool[Tensor, " rows"]
     """True if the row's argmax is the label."""
     accepted: Float[Tensor, " rows"]
-    """Each row's Σ min(p, q) at the mix's temperature: its probability of acceptance; 0 without a teacher."""
+    """Σ min(p, q) of each row at the mix's temperature: the probability of acceptance; 0 without a teacher."""
 
 
 def fused_loss(
@@ -52,11 +52,10 @@ def fused_loss(
 ) -> FusedLoss:
     """Return ``mix``'s weighted terms for the logits ``hidden @ weight.T``, summed over rows, with hits.
 
-    ``labels``, ``teacher`` and ``bias`` have a row for each of ``places``. What depends only on the position in the
-    text is thus computed once for all rows of ``hidden`` that predict the token after this position. By default each
-    row has its own place. ``row_weights`` (default 1) multiply the rows' losses.
-
-    ``bias`` adds a second product to the logits. With ``soft_cap`` c they are c tanh(logits / c), as in Gemma-2.
+    ``labels``, ``teacher`` and ``bias`` have a row for each of ``places``. So whatever depends only on the position in
+    the text is computed once for all rows of ``hidden`` that predict the token after this position. By default each row
+    has a separate place. ``row_weights`` (default 1) multiply the rows' losses. ``bias`` adds a second product to the
+    logits. With ``soft_cap`` c the logits become c tanh(logits / c), as in Gemma-2.
 
     ``cross_entropy`` is taken at ``labels``; the other terms are `TokenDivergences` between ``teacher`` and the logits.
     The teacher and frozen weights get no gradient.
@@ -64,9 +63,9 @@ def fused_loss(
     Row i of ``weight`` writes the target's token ``tokens[i]``, by default token i. Labels are also tokens of the
     target; a label that no row writes adds nothing to the cross entropy.
 
-    At most ``chunk`` rows of logits exist at a time (more if a place has more), and as many rows of the teacher and the
-    bias; the gradient of a chunk overwrites its logits. Nothing is computed twice. Products run in autocast's dtype,
-    and the softmax runs in fp32. Raises UserError for a divergence without a fitting teacher. After Liger Kernel
+    At most ``chunk`` rows of logits exist at a time (more if one place has more rows), with as many rows of the teacher
+    and the bias; the gradient of a chunk overwrites its logits. Nothing is computed twice. Products run in autocast's
+    dtype, and the softmax runs in fp32. Raises UserError for a divergence without a fitting teacher. After Liger Kernel
     (2410.10989, section 3.2).
     """
     if teacher is None and mix.soft:
@@ -134,9 +133,9 @@ def _turn_into_gradient(
     target: KnownLogits | None,
     layer: "_Outputs",
 ) -> list[Tensor]:
-    """Overwrite the products of some places with the loss's gradient in them; return `FusedLoss`'s figures of each row.
-
-    ``added`` is the bias's part of the logits; it gets the sum of its rows' gradients.
+    """Overwrite the products of some places with the gradient of the loss; return the figures of each row for
+    `FusedLoss`. ``added`` is the part of the logits that the bias added; it receives the sum of the gradients of its
+    rows.
     """
     found, done = [], 0
     most = block_rows(max(logits.shape[1], 0 if target is None else target.logits.shape[1]), logits)
@@ -170,9 +169,9 @@ def _mixed(
     layer: "_Outputs",
     each: Callable[[Tensor], Tensor],
 ) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"], Float[Tensor, "rows outputs"]]:
-    """Return each row's loss from fp32 or fp64 logits, its Σ min(p, q), and the gradient in the logits.
+    """Return, for each row of fp32 or fp64 logits, the loss, Σ min(p, q), and the gradient of the logits.
 
-    ``each`` repeats values of the target's places for the rows of these places.
+    ``each`` is a function that repeats the values of places for the rows of these places.
     """
     losses, accepted, gradient, hard = scores.new_zeros(len(scores)), scores.new_zeros(len(scores)), None, None
     if target is not None:
@@ -197,7 +196,10 @@ def _mixed(
 
 
 def _hits(scores: Float[Tensor, "rows outputs"], right: Int[Tensor, " rows"]) -> Bool[Tensor, " rows"]:
-    """Mark the rows whose argmax is ``right``. On a CPU argmax is slow and runs only on rows that may hit."""
+    """Mark the rows whose argmax is ``right``.
+
+    On a CPU argmax is slow, so it runs only on rows whose argmax may be ``right``.
+    """
     if scores.device.type != "cpu":
         return scores.argmax(-1) == right
     likely = scores.gather(1, right.clamp(min=0)[:, None])[:, 0] == scores.amax(-1)
@@ -222,7 +224,7 @@ def _divergences(
 
 
 class _Outputs:
-    """An lm_head's outputs: the target token that each writes, and the soft cap on its products."""
+    """The outputs of an lm_head: the target's token for each output, and the soft cap on the products."""
 
     def __init__(self, count: int, tokens: Int[Tensor, " outputs"] | None, soft_cap: float | None) -> None:
         assert tokens is None or len(tokens) == count, "one token for each row of the weight"
@@ -239,7 +241,7 @@ class _Outputs:
         return gradient if self.soft_cap is None else gradient.mul_(1 - (scores / self.soft_cap).square_())
 
     def outputs_of(self, tokens: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Return the output that writes each target token, or -1."""
+        """Return, for each token of the target, the output that writes it, or -1."""
         if self._sorted is None:
             return tokens.where(tokens < self._count, -1)
         known, order = self._sorted
@@ -249,9 +251,9 @@ class _Outputs:
     def compare(
         self, target: KnownLogits, soft: Softmax, temperature: float, each: Callable[[Tensor], Tensor]
     ) -> tuple[TokenDivergences, Callable[[Tensor], Tensor]]:
-        """Return p and q on the known outcomes, and a function from pulls to the gradient in all logits.
+        """Return p and q on the known outcomes, and a function from pulls to the gradient of all logits.
 
-        ``each`` repeats values of the target's places for the rows of ``soft``.
+        ``each`` is a function that repeats the values of places for the rows of ``soft``.
         """
         log_p = target.log_p(temperature, soft.q.dtype)
         if target.tokens is None:
@@ -286,7 +288,8 @@ def _of_sample(q: Tensor, rows: Tensor, pull: Float[Tensor, "rows outcomes"]) ->
 # --- matrix products: chunks of logits sized for the device, and their gradients --------------------------------------
 
 CHUNK_BYTES = 128 * 2**20
-"""Size of a chunk's logits on a CPU: smaller chunks slow down products, and larger chunks only take memory."""
+"""Size of a chunk's logits on a CPU: smaller chunks would slow down products, and larger chunks would only take memory.
+"""
 _GPU_CHUNK_BYTES = 2**30
 _GPU_ROWS, _GPU_COMPARED_ROWS = 4096, 1024
 """Rows per chunk that keep a GPU busy, without and with a teacher's logits."""
@@ -295,7 +298,7 @@ _BLOCK_BYTES, _GPU_BLOCK_BYTES = 2 * 2**20, 256 * 2**20
 
 
 def chunk_rows(width: int, itemsize: int, device: torch.device, compared: bool) -> int:
-    """Return how many rows of ``width`` logits fit in a chunk; ``compared`` says that a teacher has as many."""
+    """Return how many rows of ``width`` logits fit in a chunk; ``compared`` means that a teacher has as many logits."""
     if device.type != "cuda":
         return _rows_within(CHUNK_BYTES, width, itemsize)
     rows = _GPU_COMPARED_ROWS if compared else _GPU_ROWS
@@ -332,7 +335,7 @@ class Product:
         return torch.mm(self.hidden[rows], self.weight.T, out=self._held[:count])
 
     def take(self, rows: slice, gradient: Float[Tensor, "rows outputs"]) -> None:
-        """Accumulate from a chunk's gradient in the logits; the first chunk starts the sums."""
+        """Add the gradients that follow from a chunk's gradient of the logits; the first chunk starts the sums."""
         if self._of_hidden is not None:
             self._of_hidden[rows] = gradient @ self.weight
         if self._of_weight is not None:
@@ -349,15 +352,15 @@ def add_product(
     right: Float[Tensor, "rows hidden"],
     onto: bool,
 ) -> None:
-    """Add ``left @ right`` to fp32 or fp64 sums, or overwrite them unless ``onto``.
+    """Add ``left @ right`` to fp32 or fp64 sums, or overwrite the sums unless ``onto``.
 
-    Half-precision products are summed in fp32, without rounding them first if the device supports it.
+    Half-precision products are summed in fp32 and, if the device supports it, not rounded before.
     """
     if left.dtype == sums.dtype:
         torch.addmm(sums, left, right, beta=int(onto), out=sums)
     elif _sums_products(sums.device):
         torch.addmm(sums, left, right, out_dtype=sums.dtype, beta=int(onto), out=sums)
-    else:  # if it were split by rows, this product would take a sixth longer
+    else:  # split by rows, this product would take a sixth longer
         product = left @ right
         _ = sums.add_(product) if onto else sums.copy_(product)
 
@@ -371,7 +374,7 @@ def _sums_products(device: torch.device) -> bool:
 def scale(gradient: Tensor, factor: Float[Tensor, ""]) -> Tensor:
     """Multiply a gradient in place by a factor in fp32 or fp64 and return it.
 
-    The factor keeps its dtype: rounded to bf16, it would change the gradient of a whole term by up to 0.4%.
+    The factor keeps its dtype, because rounding it to bf16 would change the gradient of a whole term by up to 0.4%.
     """
     if gradient.dtype == factor.dtype:
         return gradient.mul_(factor)

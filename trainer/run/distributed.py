@@ -25,13 +25,17 @@ class Runner(Protocol):
     """DeepSpeed's engine, or None."""
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of a micro batch's forward and backward pass; only the last one shares gradients."""
+        """Return the context for the forward and backward pass of a micro batch; only the last micro batch of a step
+        shares gradients.
+        """
 
     def backward(self, loss: Tensor) -> None:
         """Add the loss's gradients."""
 
     def clip(self) -> Tensor | None:
-        """Clip the gradients and return their norm before clipping, on its device; None if only `step` knows it."""
+        """Clip the gradients and return their norm before clipping, as a tensor on its device; None if only `step`
+        knows the norm.
+        """
 
     def step(self) -> list[float]:
         """Step the optimizers and set the gradients to zero; return their norm if `clip` did not."""
@@ -61,7 +65,7 @@ def prepare(
 
 
 class _Plain:
-    """Runner for one process, DDP and FSDP2: gradients and steps are plain PyTorch."""
+    """Runner for one process, DDP and FSDP2, with gradients and steps of plain PyTorch."""
 
     engine = None
 
@@ -113,7 +117,7 @@ class _Zero:
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         if self._begun:
-            self.engine.step()  # this only counts the previous micro batch
+            self.engine.step()  # this call only counts the previous micro batch
         self._begun = True
         return nullcontext()
 
@@ -133,8 +137,8 @@ class _Zero:
 def whole_parameters(accelerator: Accelerator, module: nn.Module) -> Iterator[None]:
     """Make every parameter of ``module`` whole on every process, so that a single process can run or copy the module.
 
-    All processes must enter this. Changes made inside are lost. ``module`` is the module of the objective, not its
-    wrapper.
+    All processes must enter this context. Changes made inside the context are lost. ``module`` is the module of the
+    objective, not its wrapper.
     """
     if zero_stage(accelerator) == 3:
         import deepspeed
@@ -164,9 +168,9 @@ def whole_parameters(accelerator: Accelerator, module: nn.Module) -> Iterator[No
 
 @contextmanager
 def _kept_whole_by_state_dicts(module: nn.Module) -> Iterator[None]:
-    """Remove FSDP2's hooks that shard the whole module again when ``state_dict`` is called on any part.
+    """Remove FSDP2's hooks, which shard the whole module again when ``state_dict`` is called on any part.
 
-    Copies that are made inside have no such hooks either; otherwise saving a copy would shard the original.
+    Copies that are made inside the context have no such hooks either; otherwise saving a copy would shard the original.
     """
     taken = []
     for part in module.modules():
@@ -241,5 +245,5 @@ def _adamw(groups: list[dict[str, Any]], section: TrainingSection) -> Optimizer:
         lr=section.learning_rate,
         betas=(0.9, section.adam_beta2),
         weight_decay=section.weight_decay,
-        fused=True,  # takes a fifth of the time on a CPU
+        fused=True,  # this takes a fifth of the time on a CPU
     )

@@ -29,7 +29,7 @@ class MicroBatch(NamedTuple):
 class StepShare(NamedTuple):
     """This process's share of a step.
 
-    ``counts`` are the number of labels of each term, followed by that of trained tokens.
+    ``counts`` are the number of labels of each term, followed by the number of trained tokens.
     """
 
     counts: Float[Tensor, " terms+1"]
@@ -46,8 +46,8 @@ class _Prepared(NamedTuple):
 class Feed:
     """This process's micro batches, prepared one ahead of training, even across steps. A context manager.
 
-    A micro batch depends only on its step and its index in the step. Taking a micro batch raises any error of the
-    thread. Nothing is prepared ahead of a step in which the source writes.
+    A micro batch depends only on its step and its index in the step. If the thread fails, taking the next micro batch
+    raises its error. Nothing is prepared ahead of a step in which the source writes.
     """
 
     def __init__(
@@ -115,7 +115,9 @@ class Feed:
         """Prepare a micro batch. Its whole step is collated together, because the loss needs the counts of the step."""
         if self._collated is None or self._collated[0] != step:
             examples, size = self._source.examples_at(step, self._positions), self._section.micro_batch_size
-            examples = sorted(examples, key=lambda each: len(each.example.tokens))  # little padding in a micro batch
+            examples = sorted(
+                examples, key=lambda each: len(each.example.tokens)
+            )  # so that micro batches have little padding
             shares = [examples[start : start + size] for start in range(0, len(examples), size)]
             batches = [collate([e.example for e in share], [e.example_index for e in share]) for share in shares]
             labels = torch.stack([self._objective.counts(batch, step) for batch in batches]).sum(0)

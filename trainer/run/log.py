@@ -29,17 +29,19 @@ from trainer.terminal.console import ProgressBar, say
 METRICS = "metrics.jsonl"
 """Name of the file with a run's figures, in its output folder."""
 _RUNS = "trackers.json"
-"""Name of the file with the trackers' own names for a run, in its output folder."""
+"""Name of the file, in a run's output folder, with the names that trackers gave the run."""
 _RUN_OF: dict[str, Callable[[Any], str]] = {
     "wandb": lambda run: str(run.id),
     "trackio": lambda run: str(run.name),
     "mlflow": lambda run: str(run.info.run_id),
 }
-"""Functions from a tracker's run to the name under which it continues at a later start; TensorBoard needs no name."""
+"""For each tracker, a function from its run to the name under which the run continues at a later start; TensorBoard
+needs no name.
+"""
 
 
 class Evaluation(NamedTuple):
-    """Held-out figures by name, with the drafter's label and each prompt's new tokens and target passes."""
+    """Held-out figures by name, the drafter's label, and for each prompt the numbers of new tokens and target passes."""
 
     figures: dict[str, float]
     drafter: str
@@ -47,9 +49,9 @@ class Evaluation(NamedTuple):
 
 
 class Log:
-    """Writer of metrics.jsonl, the trackers and a progress bar (lines without a terminal); for the main process only.
+    """Writer of metrics.jsonl, of the trackers, and of a progress bar (lines if there is no terminal).
 
-    The trackers start in `begun`, once all checks have passed.
+    Only the main process has one. The trackers start in `begun`, once all checks have passed.
     """
 
     def __init__(self, recipe: AnyRecipe, accelerator: Accelerator, console: Console) -> None:
@@ -69,13 +71,13 @@ class Log:
         self._bar.__exit__(*exception)
         if exception[0] is None:
             self._tell_trackers(lambda tracker: tracker.finish())
-            self._accelerator.trackers.clear()  # otherwise `end_training` would finish them again
+            self._accelerator.trackers.clear()  # otherwise `end_training` would finish the trackers again
 
     def begun(self, progress: Progress, checkpoints: Checkpoints) -> None:
-        """Start the trackers. Print the step at which the run resumes, changed settings and skipped checkpoints.
+        """Start the trackers.
 
-        Only the main process calls this. At the first step of a run nothing of this is printed. Raises UserError if a
-        tracker cannot start.
+        If the run resumes, also print the step, changed settings and skipped checkpoints. Only the main process calls
+        this. Raises UserError if a tracker cannot start.
         """
         self._start_trackers(progress)
         self._supersede(progress)
@@ -110,8 +112,8 @@ class Log:
     def step(self, progress: Progress, figures: dict[str, float], times: StepTimes | None) -> None:
         """Log a step's figures; if its time is known, also its speed and the target's share of the time.
 
-        For tokens per second, each trained token of the texts counts once, however many predictions heads or a draft
-        make at it.
+        In tokens per second, each trained token of the texts counts once, even if heads or a draft predict it several
+        times.
         """
         tokens, self._tokens = progress.tokens - self._tokens, progress.tokens
         note = f"loss {figures['loss']:.3f}"
@@ -189,7 +191,7 @@ def _is_repeated(line: str, step: int, evaluates: bool) -> bool:
         row = json.loads(line)
         evaluation = any(name.startswith("heldout/") for name in row)
         return bool(row["step"] > step or (row["step"] == step and evaluation and evaluates))
-    except (ValueError, TypeError, KeyError):  # not a row of figures
+    except (ValueError, TypeError, KeyError):  # the line is not a row of figures
         return True
 
 
@@ -197,7 +199,7 @@ def _is_repeated(line: str, step: int, evaluates: bool) -> bool:
 
 
 def _flat(section: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a recipe's values under dotted names; for TensorBoard all values except numbers become text."""
+    """Yield a recipe's values under dotted names; for TensorBoard, values that are not numbers become text."""
     for name, value in section.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{before}{name}.")
@@ -213,7 +215,7 @@ def installed_trackers() -> list[str]:
 def trackers_of(tracking: Sequence[str] | None) -> list[str]:
     """Return the requested trackers that are installed; None requests wandb if ``WANDB_API_KEY`` is set.
 
-    wandb runs offline if there is no key, neither in the environment nor from ``wandb login``.
+    wandb runs offline if there is no key in the environment or from ``wandb login``.
     """
     has_key, installed = bool(os.environ.get("WANDB_API_KEY")), installed_trackers()
     wanted = tracking if tracking is not None else ["wandb"] if has_key else []
