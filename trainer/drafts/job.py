@@ -132,7 +132,7 @@ def _identity(
 
 
 def _longest(recipe: DraftRecipe, target: CausalLM) -> int:
-    """Return the length of the longest text that the draft will read: prompt and answer, within the target's context."""
+    """Return the length of the longest text that the draft reads: prompt and answer, within the target's context."""
     policy, evaluation = recipe.draft.policy, recipe.evaluation
     answers = [policy.max_new_tokens if policy.generates else 0, evaluation.max_new_tokens if evaluation.prompts else 0]
     return min(recipe.data.max_length + max(answers), target.max_positions or 1 << 30)

@@ -196,7 +196,7 @@ class HeadsProposer:
 
 
 def _given(additional: Any) -> dict[str, Any]:
-    """Return our part of ``additional_config``; raise ValueError if it lacks the folder or has invalid keys or values."""
+    """Return our part of ``additional_config``; raise ValueError if the folder is missing or anything is invalid."""
     given = additional.get(KEY) if isinstance(additional, dict) else None
     held, wanted = dict(given) if isinstance(given, dict) else {}, {"heads": str, "depth": int, "ngram": int}
     if "heads" in held and all(type(value) is wanted.get(key) and value not in ("", 0) for key, value in held.items()):

@@ -41,7 +41,7 @@ needs no name.
 
 
 class Evaluation(NamedTuple):
-    """Held-out figures by name, the drafter's label, and for each prompt the numbers of new tokens and target passes."""
+    """Held-out figures by name, the drafter's label, and the numbers of new tokens and passes for each prompt."""
 
     figures: dict[str, float]
     drafter: str

@@ -111,7 +111,7 @@ def finish(
 
 
 def _as_trained(recipe: AnyRecipe, stretches: Sequence[Mapping[str, Any]]) -> AnyRecipe:
-    """Return the recipe with the settings with which the last steps were trained; settings may have changed since then."""
+    """Return the recipe with the settings of the last trained steps; settings may have changed since then."""
     names = type(recipe.training).model_fields
     last = {name: value for name, value in stretches[-1].items() if name in names} if stretches else {}
     return recipe.model_copy(update={"training": recipe.training.model_copy(update=last)})
