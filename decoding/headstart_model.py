@@ -96,8 +96,8 @@ class HeadstartModel:
         dtype = draft_options.pop("torch_dtype", dtype)
         if drafter is None and draft_options:
             raise UserError(
-                f"from_pretrained does not take {next(iter(draft_options))!r} without a drafter with "
-                "options: omit it, or use a drafter"
+                f"{next(iter(draft_options))!r} is an option of a drafter, but drafter is not set: omit it, or set a "
+                "drafter"
             )
         with only_cached(local_files_only):
             spec = None if drafter is None else parse_drafter(drafter, **draft_options)

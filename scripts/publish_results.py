@@ -107,7 +107,7 @@ def _by_column(report: Report, rows: Iterable[Report], column: Callable[[Report]
 
 def conditions(report: Report) -> str:
     """Return target, prompts and machine of an evaluation."""
-    cut = f" ({report['prompts_cut']} too long, cut)" if report.get("prompts_cut") else ""
+    cut = f" ({report['prompts_cut']} of them cut to fit)" if report.get("prompts_cut") else ""
     return (
         f"{report['parameters'] / 1e6:.0f}M-parameter target in {report['dtype']}; {report['prompts']} prompts{cut}, "
         f"up to {report['max_new_tokens']} new tokens; {machine_of(report)}"

@@ -383,7 +383,7 @@ def test_models_that_fit_decode_the_target_s_own_text(target: Path, tmp_path: Pa
     specs = [parse_drafter(f"heads:{save_heads(tmp_path / 'heads', target)}"), parse_drafter("lookup")]
     findings = check_decoding(str(target), torch.float32, specs, trusted=False)
     assert len(findings) == 3 and fits(findings)
-    assert "16 tokens" in findings[0].found and "1 of 1 texts are the target's greedy ones" in findings[0].found
+    assert "16 tokens" in findings[0].found and "1 of 1 texts equal the target's greedy texts" in findings[0].found
 
 
 @pytest.mark.parametrize("width", [16, 24])

@@ -98,7 +98,7 @@ def test_an_answer_promises_no_gain_that_was_not_measured() -> None:
 @pytest.mark.parametrize(
     ("compared", "facts", "sentence"),
     [
-        ([parted(4, 4, 0.0), parted(4, 4, 0.0)], {}, "All 8 greedy texts are identical to plain decoding's."),
+        ([parted(4, 4, 0.0), parted(4, 4, 0.0)], {}, "All 8 greedy texts are identical to plain decoding."),
         ([parted(4, 4, 0.0), parted(3, 4, 0.125)], {}, "0.125 apart, near-ties that bfloat16 may round differently"),
         ([parted(3, 4, 4.5)], {}, "4.5 apart, more than rounding in bfloat16 can cause: look at these texts, and rep"),
         ([parted(2, 4, 0.001)], {"dtype": "float32"}, "0.001 apart. In fp32 on a CPU all texts must be equal: please"),
@@ -106,7 +106,7 @@ def test_an_answer_promises_no_gain_that_was_not_measured() -> None:
         (
             [parted(3, 4, None)],
             {},
-            "1 of 4 greedy texts differ from plain decoding's (75% are equal), by a margin that was not",
+            "1 of 4 greedy texts differ from plain decoding (75% are equal), by a margin that was not",
         ),
     ],
 )

@@ -230,7 +230,7 @@ def _meet_apart_from_the_dead() -> None:
     if int(os.environ["GROUP_WORLD_SIZE"]) > 1 and int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) > 0:
         raise UserError(
             f"torchrun cannot restart processes on {os.environ['GROUP_WORLD_SIZE']} machines this way. "
-            "Start it on each with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d"
+            "Start it on each machine with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d"
         )
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     if attempt == "0":

@@ -112,10 +112,10 @@ _FIRSTS = {
 }
 REGISTRY: Mapping[str, Entry] = {
     **_FIRSTS,
-    "lookup": _entry("tokens that followed the text's last few tokens earlier", None, PromptLookupDrafter),
+    "lookup": _entry("tokens that followed an earlier occurrence of the last few tokens", None, PromptLookupDrafter),
     "hybrid": _hybrid(),
     "lookahead": _entry("n-grams that the target guesses in idle positions of its own passes", None, LookaheadDrafter),
-    "cascade": _entry("a chain from a draft for which a smaller one, small=PATH, drafts", "draft", CascadeDrafter),
+    "cascade": _entry("a chain from a draft that itself uses a smaller one, small=PATH", "draft", CascadeDrafter),
     "other-tokenizer": _entry("a small model with another tokenizer", "draft and tokenizer", _other_tokenizer),
 }
 

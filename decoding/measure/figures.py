@@ -219,9 +219,9 @@ def greedy_sentence(report: Report) -> str:
     if not texts:
         return ""
     if not differing:
-        return f"All {texts} greedy texts are identical to plain decoding's."
+        return f"All {texts} greedy texts are identical to plain decoding."
     share = 100 * (texts - differing) // texts
-    sentence = f"{differing} of {texts} greedy texts differ from plain decoding's ({share}% are equal)"
+    sentence = f"{differing} of {texts} greedy texts differ from plain decoding ({share}% are equal)"
     early = sum(each.ended_early for each in compared)
     margins = [each.largest_margin for each in compared if each.largest_margin is not None]
     dtype, largest = str(report.dtype), max(margins, default=None)

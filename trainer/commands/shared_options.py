@@ -53,7 +53,7 @@ DTYPE_HELP = "Type of the target's weights: bf16, fp16, fp32, or fast (bf16 if t
 Dtype = Annotated[str, Option(metavar="TYPE", help=DTYPE_HELP, hidden=True)]
 Trusted = Annotated[bool, Option(help="Run code that comes with a Hub model.", hidden=True)]
 BatchInvariant = Annotated[
-    bool, Option(help="Slower, but in bf16 and fp16 texts equal plain decoding's, alone or in batches.", hidden=True)
+    bool, Option(help="Make bf16 and fp16 texts equal to plain decoding, also in batches; slower.", hidden=True)
 ]
 
 

@@ -209,7 +209,7 @@ class _Stream:
                 "a part "
             )
             remedy += "with data.max_rows or --limit"
-            raise UserError(f"it lacks the split {self.split!r}, only {' and '.join(splits)}", remedy)
+            raise UserError(f"it lacks the split {self.split!r}; it has {' and '.join(splits)}", remedy)
         rows: Iterable[dict[str, Any]] = splits[self.split]
         return rows
 

@@ -323,7 +323,7 @@ class DSparkObjective:
         (blocks, labels, stored), config = ahead or self.ahead(batch, step), self._config
         hidden, states = self._states.tapped(batch, config.target_layer_ids, stored)
         given = block_inputs(batch, blocks, config.slots, config.mask_token_id)
-        lm_head = self._states.lm_head.to(batch.tokens.device)  # a target on several devices may keep it on another
+        lm_head = self._states.lm_head.to(batch.tokens.device)  # the target may keep its lm_head on another device
         teacher = HiddenTeacher(flat_rows(hidden, labels.text), lm_head, self._states.transform)
         embedded = unscaled_embeddings(self._target.model, given.tokens)
         return (DSparkInputs(states, embedded, given, labels, batch.tokens, teacher, lm_head),)

@@ -242,7 +242,7 @@ class Eagle3Objective:
         self.module.train()  # decoding leaves it in evaluation mode
         blocks, labels, stored = ahead or self.ahead(batch, step)
         hidden, states = self._states.tapped(batch, self.module.draft.config.target_layer_ids, stored)
-        lm_head = self._states.lm_head.to(batch.tokens.device)  # a target on several devices may keep it on another
+        lm_head = self._states.lm_head.to(batch.tokens.device)  # the target may keep its lm_head on another device
         teacher = HiddenTeacher(flat_rows(hidden, labels.text), lm_head, self._states.transform)
         embedded = unscaled_embeddings(self._target.model, batch.tokens)
         return (Eagle3Inputs(states, embedded, batch, blocks, labels, teacher),)

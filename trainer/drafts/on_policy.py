@@ -71,9 +71,10 @@ class GeneratedText(NamedTuple):
 
 
 class TextWriter:
-    """Generator of texts with a draft's current weights. On a GPU the target's texts are speculative too.
+    """Generator of texts with a draft's current weights.
 
-    Each text has a separate seed, so up to rounding it does not depend on the other texts of its batch.
+    On a GPU the target's texts are also written with speculative decoding. Each text has a separate seed, so up to
+    rounding it does not depend on the other texts of its batch.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ def other_size(size: Any, wanted: Any) -> list[Trap]:
     found = f"the served draft has {size} tokens and the target {wanted}"
     remedy = (
         "pad the draft's embeddings to the target's size, or set use_heterogeneous_vocab true in vLLM; llama.cpp "
-        f"accepts a difference of {MOST_OTHER_TOKENS}, transformers none"
+        f"accepts a difference of {MOST_OTHER_TOKENS}, and transformers accepts none"
     )
     return [Trap(found, remedy)]
 

@@ -102,7 +102,7 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     if isinstance(config, DSparkConfig) and config.draft_vocab_size is not None:
         remarks.append(
             f"the draft writes {config.draft_vocab_size:,} of {config.vocab_size:,} tokens; llama.cpp loads such "
-            "drafts, vLLM should (not tried), SGLang does not"
+            "drafts, vLLM should load them (not tried), and SGLang does not load them"
         )
     return artefact, tuple(remarks)
 

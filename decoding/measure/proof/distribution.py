@@ -118,6 +118,6 @@ def next_tokens(
 
 def _of_counts(check: str, found: CountTest, contexts: int, alpha: float) -> Finding:
     if not found.degrees and found.p_value:
-        return undecided(check, f"{found.draws:,} draws after likely beginnings are too few: use more --draws")
+        return undecided(check, f"only {found.draws:,} draws follow likely beginnings: use more --draws")
     seen = f"p {written_p(found.p_value)}: {found.draws:,} draws in {contexts} contexts, {found.degrees} free cells"
     return judged(check, found.p_value >= alpha, seen, contexts=contexts, **found._asdict())
