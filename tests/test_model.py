@@ -386,7 +386,7 @@ def test_a_policy_is_named_or_given_and_options_need_a_speculator(reader: Causal
     assert HeadstartModel.from_pretrained(reader.model, "lookup", policy=policy).policy is policy
     with pytest.raises(ValueError, match="no policy is called 'bold': choose one of fixed, adaptive"):
         HeadstartModel(reader, None, "bold").generate(ONE)
-    with pytest.raises(ValueError, match="does not take 'tokens' without a drafter"):
+    with pytest.raises(ValueError, match="'tokens' is an option of a drafter, but drafter is not set"):
         HeadstartModel.from_pretrained(reader.model, tokens=2)
     with pytest.raises(ValueError, match=r"there is no folder \./nowhere"):
         HeadstartModel.from_pretrained(reader.model, "./nowhere")

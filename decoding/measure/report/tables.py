@@ -39,8 +39,8 @@ COLUMNS = (
 )
 _NOTES = (
     "Same: greedy texts that are identical to plain decoding. Speed-up: the speed (total tokens over total seconds, "
-    "without the target's prefill) divided by the speed of plain decoding, with a 95% interval over prompts or batches. "
-    "Median: the median of paired runs."
+    "without the target's prefill) divided by the speed of plain decoding, with its 95% interval over prompts or "
+    "batches. Median: the median of paired runs."
 )
 
 
