@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, tied to their recipe, and bit-equal when they come back."""
+"""Checkpoints exist whole or not at all, belong to their recipe, and are read back bit-equal."""
 
 import errno
 import json
@@ -45,7 +45,7 @@ FILES = ["SHA256SUMS", "optimizer.safetensors", "state.json", "weights.safetenso
 
 
 def trained_model(seed: int = 0, steps: int = 3, **changes: Any) -> tuple[nn.Module, list[Optimizer]]:
-    """A tiny Llama after a few steps of Muon and AdamW on random gradients."""
+    """Make a tiny Llama and train it for a few steps of Muon and AdamW on random gradients."""
     model = tiny_model("llama", seed=seed, **changes)
     optimizers = build_optimizers(model, TrainingSection(steps=10, optimizer="muon"))
     for _ in range(steps):
@@ -90,7 +90,7 @@ def optimizer_tensors(optimizers: list[Optimizer]) -> list[Tensor]:
 
 
 def disk_full_after_a_part(monkeypatch: pytest.MonkeyPatch, calls: int = 2) -> None:
-    """The call of that number writes half a file and then finds the disk full."""
+    """In the call with this number, half of the file is written before the disk is full."""
     count = 0
     whole = trainer.run.checkpoint.save_file
 
@@ -121,7 +121,10 @@ def test_weights_optimizers_and_progress_come_back_bit_equal(tmp_path: Path) -> 
 def test_resumed_moments_are_on_the_device_of_their_parameters_with_adamws_step(
     zero: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fused AdamW on a GPU crashes at its first step if ``step`` is on the host. Here meta stands for the GPU."""
+    """A fused AdamW on a GPU crashes at its first step if ``step`` is on the host.
+
+    Here the meta device replaces the GPU.
+    """
     moments = gather_moments(*trained_model())
     model = tiny_model("llama").to("meta")
     optimizers, engine = build_optimizers(model, TrainingSection(steps=10, optimizer="muon")), None
@@ -184,7 +187,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_whole_and_says_so(
 
 def test_what_a_kill_left_half_written_is_ignored_and_then_cleared_away(tmp_path: Path) -> None:
     save_steps(tmp_path, 2)
-    for step in (3, 4):  # 4 will be written again, 3 never
+    for step in (3, 4):  # step 4 will be written again, and step 3 never
         partial = tmp_path / f".step-{step:08d}.partial"
         partial.mkdir()
         (partial / "weights.safetensors").write_bytes(b"half")
@@ -199,7 +202,7 @@ def truncate(path: Path) -> None:
 
 
 def test_a_flipped_bit_is_found_by_the_checksum(tmp_path: Path) -> None:
-    """The file is as long as before and reads as safetensors: nothing else would tell."""
+    """The file has the same length and can be read as safetensors, so only the checksum finds the change."""
     save_steps(tmp_path, 2, 4)
     weights = tmp_path / "step-00000004" / "weights.safetensors"
     content = bytearray(weights.read_bytes())
@@ -274,7 +277,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def workshop(folder: Path, kind: str, **evaluation: Any) -> dict[str, Any]:
-    """A recipe of ten steps that evaluates at every second, with a checkpoint of every step."""
+    """Write a recipe of ten steps that evaluates at every second step and writes a checkpoint at every step."""
     folder.mkdir(exist_ok=True)
     counting_model().save_pretrained(folder / "target")
     tiny_tokenizer().save_pretrained(folder / "target")
@@ -286,10 +289,9 @@ def workshop(folder: Path, kind: str, **evaluation: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[int, float]]]:
-    """Makes evaluations find these figures one after the other; returns each one's tree nodes and temperature.
-
-    Of eight prompts in ten passes each, every other one keeps ``apart`` tokens more, the next as many fewer, the other
-    way round at every evaluation.
+    """Make evaluations return these figures one after the other; return the tree nodes and temperature of each
+    evaluation. There are eight prompts with ten passes each. Every second prompt has ``apart`` tokens more and the
+    others as many fewer, alternating from evaluation to evaluation.
     """
     asked: list[tuple[int, float]] = []
 
@@ -311,7 +313,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[int, f
 
 
 def run(content: dict[str, Any]) -> str:
-    """What the run said."""
+    """Run the recipe; return what it printed."""
     AcceleratorState._reset_state(True)
     console = Console(width=200, record=True, file=(Path(content["output"]).parent / "said.txt").open("a"))
     try:
@@ -331,13 +333,13 @@ def checkpointed(content: dict[str, Any], step: int) -> dict[str, Tensor]:
 
 
 SCRIPT = [1.5, 3.0, 2.0, 2.5, 2.9, 3.5]
-"""Of steps 2, 4, 6, 8 and 10, and of what is finished."""
+"""Figures of steps 2, 4, 6, 8 and 10, and of the finished weights."""
 
 
 def test_the_heads_of_the_best_step_are_finished_with_a_tree_of_their_own(
     tmp_path: Path, scripted: Callable[..., list[tuple[int, float]]]
 ) -> None:
-    """Steps are compared by chains, the last one's too; the tree comes after."""
+    """All steps, including the last, are compared with chains; the tree is fitted afterwards."""
     content = workshop(tmp_path, "medusa", temperature=0.7)
     content["heads"] = {"num_heads": 3, "tree_nodes": 9}
     asked = scripted(SCRIPT)
@@ -360,7 +362,9 @@ def test_the_heads_of_the_best_step_are_finished_with_a_tree_of_their_own(
 def test_the_last_weights_are_kept_unless_others_are_better_beyond_their_interval(
     apart: int, kept: int, tmp_path: Path, scripted: Callable[..., list[tuple[int, float]]]
 ) -> None:
-    """3.0 against 2.9 tokens per pass: on every prompt alike, or with prompts that differ by a third either way."""
+    """The figures are 3.0 and 2.9 tokens per pass: equal on every prompt, or with prompts that differ by a third either
+    way.
+    """
     content = workshop(tmp_path, "medusa")
     scripted([*SCRIPT[:1], 3.0, 2.0, 2.0, 2.9, 2.9], apart)
     said = run(content)
@@ -397,7 +401,7 @@ HOLDER += "with hold(Path(sys.argv[1])): print('held', flush=True); sys.stdin.re
 
 @contextmanager
 def another_holds(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process holds the folder until its standard input ends."""
+    """Start another process that locks the folder until its standard input ends."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

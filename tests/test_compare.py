@@ -1,4 +1,4 @@
-"""Two evaluations compared by pairs: the ratio, the verdict, and what is refused."""
+"""Comparison of two evaluations by pairs: the ratio, the verdict, and the errors."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,9 @@ def evaluated(
     plain: float = 1.0,
     **identity: Any,
 ) -> Path:
-    """Write runs: for each prompt plain decoding takes ``plain`` seconds, and the draft those given, for ten tokens."""
+    """Write runs of ten tokens: for each prompt plain decoding takes ``plain`` seconds, and the draft takes the given
+    seconds.
+    """
     folder.mkdir()
     lines: list[dict[str, Any]] = [
         {

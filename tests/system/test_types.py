@@ -1,4 +1,4 @@
-"""The types hold, as `make check` finds them; here among other tests, as mypy keeps one core busy for a minute."""
+"""The types are correct according to mypy; this runs among other tests, because mypy occupies one core for a minute."""
 
 import subprocess
 import sys
