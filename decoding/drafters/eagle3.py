@@ -320,7 +320,7 @@ class Eagle3TreeSession(DraftTreeSession):
     """A session of a best-first tree with a draft that also reads the target's states."""
 
     def __init__(self, drafter: Eagle3TreeDrafter, state: Eagle3State, sampling: SamplingConfig) -> None:
-        super().__init__(drafter, state, sampling)  # type: ignore[arg-type]  # it has what the session calls
+        super().__init__(drafter, state, sampling)  # type: ignore[arg-type]  # the state has the methods that the session calls
         self._eagle3 = state
 
     @torch.inference_mode()

@@ -236,7 +236,7 @@ class Growth:
         for depth, level in enumerate(self._levels(cuts, device)):
             known = tokens.clamp(max=texts.vocab_size - 1)  # a valid id for nodes without a draw; never read
             found = nodes(depth, level.rows, known[level.parents]).to(device)
-            if sampling.processors:  # they read the logits of all tokens
+            if sampling.processors:  # processors read the logits of all tokens
                 found = ChildLogits(over_vocabulary(found.logits, found.tokens, texts.vocab_size), found.row)
             history = None
             if sampling.needs_history:
@@ -266,7 +266,7 @@ class Growth:
         if not len(q):
             return [Proposal.root_only(request.tokens[-1], device) for request in requests]
         trees = [TokenTree(of_row, shape) for of_row, shape in zip(by_row, shapes, strict=True)]
-        if sampling.processors or not self.tree.is_chain:  # otherwise every token was drawn
+        if sampling.processors or not self.tree.is_chain:  # without either, every token was drawn
             lists = torch.split(tokens.cpu(), sizes)
             trees = [TokenTree.of_list(row.tolist(), shape, device) for row, shape in zip(lists, shapes, strict=True)]
         pairs = zip(trees, q.split(inner), strict=True)

@@ -76,7 +76,7 @@ class HybridDrafter(Drafter):
         return first_nodes, max_nodes - first_nodes + 1
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
-        if self.lookup.kinds(sampling) != {ProposalKind.DETERMINISTIC}:  # its drawn tokens would lose their q
+        if self.lookup.kinds(sampling) != {ProposalKind.DETERMINISTIC}:  # drawn tokens would lose their q
             raise UserError(
                 f"{self.lookup.name} draws its tokens, so it cannot be a hybrid's lookup: use prompt lookup"
             )
@@ -122,7 +122,7 @@ class _FirstChoice:
         return wants
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """Learn from the last step's result, read from the text."""
+        """Compare the text with the last step's trees, and learn which tokens were accepted."""
         if self.last is None:
             return
         begin, length, (whole, first, lookup) = self.last

@@ -159,7 +159,7 @@ def _of_server(row: ReportRow, by_key: Mapping[RunKey, Mapping[str, Any]]) -> Re
         timings.setdefault(line["prompts"][0], []).append(Timing(*line["timing"]))
     seconds = sum(Run(*line["runs"][0]).decode_seconds for line in mine.values())
     row = replace(row, latency=latency(timings, seconds))
-    if row.passes is None:  # otherwise each request was counted
+    if row.passes is None:  # the requests were not counted one by one
         row = with_counters(row, [line["counters"] for line in mine.values() if line.get("counters")])
     if row.temperature == 0 and row.method != PLAIN:
         return replace(row, identical_to_plain=_identity(mine, by_key))

@@ -89,7 +89,7 @@ def hooked(register: Callable[[Any], Any], hook: Callable[..., Any]) -> Iterator
 @contextmanager
 def replaced_forward(layer: Any, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace a layer's ``forward`` inside the context."""
-    own = vars(layer).get("forward")  # a launcher may have set one on the instance
+    own = vars(layer).get("forward")  # a launcher may have set a ``forward`` on the instance
     layer.forward = forward
     try:
         yield

@@ -76,7 +76,7 @@ def converted(file: Path) -> Path:
                     _convert(file, partial, {"file": file.name, "sha256": digest})
                     partial.rename(folder)
                 finally:
-                    shutil.rmtree(partial, ignore_errors=True)  # also after an error: it may fill the disk
+                    shutil.rmtree(partial, ignore_errors=True)  # always, because this folder may fill the disk
     except (OSError, SafetensorError) as error:
         remedy = "make room there, or set HEADSTART_CACHE to another folder"
         raise UserError(f"the weights of {file} cannot be written to {folder} ({error}): {remedy}") from error
@@ -131,7 +131,7 @@ def _convert(file: Path, folder: Path, source: Mapping[str, str]) -> None:
     (folder / _LINK).unlink()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    stored = read_object(folder / "tokenizer.json", _OTHER)  # its class adds tokens that the model lacks
+    stored = read_object(folder / "tokenizer.json", _OTHER)  # the class adds tokens that the model lacks
     stored["added_tokens"] = [it for it in stored["added_tokens"] if it["id"] < len(keys["tokenizer.ggml.tokens"])]
     (folder / "tokenizer.json").write_text(json.dumps(stored))
     quantisation = None if largest in ("F32", "F16", "BF16") else largest

@@ -20,7 +20,7 @@ from trainer.data.rows import Row
 from trainer.recipe.common import DataSection
 
 MARKED = "the template's generation marks"
-COMPARED = "prefixes of the template compared"
+COMPARED = "comparison of the template's prefixes"
 _GOES_ON = "\ue000"  # a private-use character that no template contains
 _SHORTEST_TEXT = 8  # in tokens; a shorter last piece of a text is skipped
 

@@ -111,7 +111,10 @@ def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Fi
 
 
 def fitting_recipes(target: CausalLM) -> tuple[str, ...]:
-    """Return the names in recipes/any that train for a target. A target that verifies only chains cannot be a draft."""
+    """Return the names in recipes/any that can train drafters for a target.
+
+    A target that verifies only chains cannot be a draft.
+    """
     if why_no_chains(target.model):
         return ()
     return ("medusa1", "draft") if target.no_trees is None else ("medusa1", "dspark")

@@ -99,7 +99,7 @@ class DraftInputs(NamedTuple):
 
 
 class DistillTraining(nn.Module):
-    """The draft with its loss."""
+    """The module that is trained: the draft, which computes its loss in the forward pass."""
 
     def __init__(self, initial: InitialDraft, loss: LossSection, vocab_size: int) -> None:
         """``vocab_size`` is the size of the target's vocabulary; further tokens of the draft are neither trained nor

@@ -180,7 +180,9 @@ def run_blocks(
 
 
 class DSparkTraining(nn.Module):
-    """The draft with its loss: a term for each depth, and a term for the confidence head."""
+    """The module that is trained: the draft, and its loss with a term for each depth and a term for the confidence
+    head.
+    """
 
     def __init__(self, draft: DSparkDraft, mix: LossMix) -> None:
         super().__init__()

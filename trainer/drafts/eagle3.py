@@ -167,7 +167,7 @@ def _at(values: Float[Tensor, "batch positions hidden"], index: Int[Tensor, "bat
 
 
 class Eagle3Training(nn.Module):
-    """The draft with its loss: a term for each unrolled step."""
+    """The module that is trained: the draft, and its loss with a term for each unrolled step."""
 
     def __init__(self, draft: Eagle3Draft, mix: LossMix, steps: int) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     source, folder = task.source, task.folder
     model, tokenizer = _load(source)
     if hasattr(model.config, "auto_map"):
-        del model.config.auto_map  # it refers to code, which is not exported
+        del model.config.auto_map  # auto_map refers to code, which is not exported
     check_finite(dict(model.named_parameters()), f"{source}", "use an earlier checkpoint, or train the draft again")
     write_model(model, tokenizer, folder)
     if (output_tokens := read_output_tokens(model, str(source))) is not None:

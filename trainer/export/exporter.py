@@ -146,7 +146,7 @@ def _write(task: ExportTask, request: _Request) -> tuple[Artefact, tuple[str, ..
         license=request.license,
     )
     (task.folder / CARD_NAME).write_text(card, encoding="utf-8")
-    mode = (task.folder / CARD_NAME).stat().st_mode  # safetensors files are private; a server may be another user
+    mode = (task.folder / CARD_NAME).stat().st_mode  # safetensors writes private files; a server may be another user
     for path in filter(Path.is_file, task.folder.rglob("*")):
         path.chmod(mode)
     return artefact, tuple(compared)

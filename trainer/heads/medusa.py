@@ -82,7 +82,7 @@ class HeadsAhead(NamedTuple):
 
 
 class MedusaTraining(nn.Module):
-    """The heads with their loss: for each head, a sum over the tokens of answers."""
+    """The module that is trained: the heads, and for each head a loss summed over the tokens of answers."""
 
     def __init__(self, heads: MedusaHeads, section: HeadsSection) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ from trainer.learning.spans import span
 from trainer.recipe.heads import AdaptersSection, HeadsSection
 from trainer.target.loading import check_logits, logit_scale, logit_transform
 
-if TYPE_CHECKING:  # it is slow to import and needed only here
+if TYPE_CHECKING:  # peft is slow to import and needed only here
     from peft import PeftModel
 
 TARGET_FOLDER = "target"

@@ -73,7 +73,7 @@ def fused_loss(
     rows = PlacedRows(labels, places, row_weights)
     assert rows.ends[-1:].sum() == len(hidden), "every row of hidden states has a place"
     layer = _Outputs(len(weight), tokens, soft_cap)
-    if not torch.is_grad_enabled():  # this is always False inside `apply`
+    if not torch.is_grad_enabled():  # grad mode is always off inside `apply`
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else Bias(bias.hidden.detach(), bias.weight.detach())
     pairs = (hidden, weight, *(bias or (None, None)))

@@ -74,7 +74,7 @@ class _Plain:
     ) -> None:
         self._accelerator = accelerator
         self._max_norm = section.max_grad_norm
-        accelerator.gradient_accumulation_steps = 1  # so accelerate does not average micro batches; we sum them
+        accelerator.gradient_accumulation_steps = 1  # because we sum micro batches ourselves
         self.module, *self._optimizers = accelerator.prepare(module, *optimizers)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:

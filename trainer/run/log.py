@@ -162,7 +162,7 @@ class Log:
             self._accelerator.init_trackers("headstart", settings, named)
             begun = {tracker.name: tracker.tracker for tracker in self._accelerator.trackers}
             found = {name: run_of(begun[name]) for name, run_of in _RUN_OF.items() if name in begun}
-        except Exception as error:  # each tracker has errors of its own
+        except Exception as error:  # trackers raise different types of errors
             raise UserError(
                 f"a tracker cannot start ({first_line(error)}): {remedy * bool(runs) or 'check its settings'}, or set "
                 "tracking=none"
@@ -177,7 +177,7 @@ class Log:
         for tracker in tuple(self._accelerator.trackers):
             try:
                 work(tracker)
-            except Exception as error:  # noqa: BLE001  # each tracker has errors of its own
+            except Exception as error:  # noqa: BLE001  # trackers raise different types of errors
                 self._accelerator.trackers.remove(tracker)
                 self.note(
                     f"warning: {tracker.name} failed ({first_line(error)}), so it gets no more figures until the next "

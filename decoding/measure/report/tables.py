@@ -196,7 +196,7 @@ def page_tables(report: Report) -> list[PageTable]:
     acceptance = (
         *("setting", "method", "rule", "drafted as", "drafts", "passes", "tokens per target pass"),
         *("1 + accepted tokens per pass", "texts ended in a draft", "passes that accepted 1, 2, …"),
-        "accepted / drafted tokens (of)",
+        "accepted / drafted tokens (texts)",
     )
     parts = (field.name for field in fields(TimeSplit))
     speed = ("setting", "method", "speed-up with prefill", "predicted from the cost curve", *parts)
