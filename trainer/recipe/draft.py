@@ -247,7 +247,7 @@ class DraftSection(Section):
         kind, name = ("a DSpark", "dspark") if self.dspark else ("an EAGLE-3", "eagle3")
         if self.policy.loop and self.policy.loop_trains == "rejected":
             raise UserError(
-                f"draft.policy.loop_trains=rejected trains single tokens, but {kind} draft needs runs of trained "
+                f"draft.policy.loop_trains=rejected trains single tokens, but {kind} draft needs consecutive trained "
                 "tokens: set draft.policy.loop_trains=all"
             )
         others: dict[str, Any] = {"teacher": self.teacher}
