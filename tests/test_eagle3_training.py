@@ -236,7 +236,10 @@ def test_a_stored_draft_goes_on_as_it_is_or_is_refused_for_other_sizes(tmp_path:
     ("section", "problem"),
     [
         ({"dspark": {}}, "draft.dspark and draft.eagle3 are both given"),
-        ({"policy": {"loop": 1}}, "an EAGLE-3 draft needs consecutive trained tokens: set draft.policy.loop_trains=all"),
+        (
+            {"policy": {"loop": 1}},
+            "an EAGLE-3 draft needs consecutive trained tokens: set draft.policy.loop_trains=all",
+        ),
         ({"init": {"from_config": {}}}, "draft.init.from_config does not apply to an EAGLE-3 draft"),
     ],
 )

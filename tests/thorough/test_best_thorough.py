@@ -1,4 +1,4 @@
-"""The best weights by held-out figures: the same wherever a run is killed."""
+"""The best weights by held-out figures are the same wherever a run is killed."""
 
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ from trainer.run.log import Evaluation
 
 
 class Killed(Exception):  # not an error
-    """In place of a SIGKILL: nothing is saved."""
+    """Simulates a SIGKILL, after which nothing is saved."""
 
 
 @pytest.fixture(autouse=True)
 def figures_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An evaluation finds digits of the weights' sum: a figure that differs by step, and is the same once more."""
+    """Make evaluations return digits of the sum of the weights: figures that differ by step and can be repeated."""
 
     def found(self: Evaluator, objective: Objective) -> Evaluation:
         weights = sum(parameter.double().sum().item() for parameter in objective.module.parameters())
@@ -27,7 +27,7 @@ def figures_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         return Evaluation({"tokens_per_pass": figure}, "scripted", ((round(1e6 * figure), 1_000_000),) * 8)
 
     monkeypatch.setattr(Evaluator, "evaluate", found)
-    monkeypatch.setattr(folders, "flush_to_disk", lambda path: None)  # slow, and for worse than a kill
+    monkeypatch.setattr(folders, "flush_to_disk", lambda path: None)  # slow, and not needed for kills
 
 
 def begin(folder: Path) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def begin(folder: Path) -> dict[str, Any]:
 
 
 def killed(content: dict[str, Any], owner: Any, name: str, step: int) -> None:
-    """A run that dies where this function is called with the progress of this step."""
+    """Do a run that dies when this function is called with the progress of this step."""
     whole = getattr(owner, name)
 
     def dying(*args: Any) -> Any:
@@ -51,7 +51,7 @@ def killed(content: dict[str, Any], owner: Any, name: str, step: int) -> None:
 
 
 def test_a_run_killed_anywhere_finishes_the_same_best_weights(tmp_path: Path) -> None:
-    """Before a step, before an evaluation, and before its weights are judged."""
+    """The kills come before a step, before an evaluation, and before its weights are judged."""
     straight = begin(tmp_path / "straight")
     run(straight)
     provenance, _ = finished(straight)
@@ -61,7 +61,7 @@ def test_a_run_killed_anywhere_finishes_the_same_best_weights(tmp_path: Path) ->
     for number, place in enumerate(places):
         content = begin(tmp_path / str(number))
         killed(content, *place)
-        for _ in range(2):  # and started once more
+        for _ in range(2):  # started once more
             run(content)
             again, _ = finished(content)
             assert again["steps"] == provenance["steps"], place

@@ -1,4 +1,4 @@
-"""`headstart evaluate`: what it refuses before it decodes, what it keeps between runs, what it says was asked."""
+"""`headstart evaluate`: errors before it decodes, what it keeps between runs, and how it describes the questions."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}:"
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target with a chat template, and four questions of two tasks, one of two turns."""
+    """Write a tiny target with a chat template, and four questions from two tasks, one of them with two turns."""
     folder = tmp_path_factory.mktemp("desk")
     tiny_model(vocab=128, max_position_embeddings=256).save_pretrained(folder / "target")
     byte_tokenizer(CHAT).save_pretrained(folder / "target")
@@ -86,7 +86,7 @@ def test_a_finished_evaluation_decodes_nothing_again_and_another_one_needs_resta
 def test_each_drafter_is_measured_with_drafts_of_fixed_size_and_as_generate_drafts(
     desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AdaptivePolicy, "_best", lambda *asked, **explores: PLAIN)  # as where no draft pays
+    monkeypatch.setattr(AdaptivePolicy, "_best", lambda *asked, **explores: PLAIN)  # as if no draft pays
     MedusaHeads.for_target(tiny_model(vocab=128), MedusaConfig(16, 128)).save_pretrained(tmp_path / "heads")
     code, said = evaluate(desk, tmp_path, "--limit", "2", "--drafter", f"heads:{tmp_path / 'heads'}")
     report: dict[str, Any] = json.loads((tmp_path / "report.json").read_text())

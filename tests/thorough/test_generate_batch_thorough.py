@@ -1,4 +1,4 @@
-"""The drafters, families and batch sizes that tests/test_generate_batch.py leaves out, in the same tests."""
+"""The tests of tests/test_generate_batch.py for the remaining drafters, families and batch sizes."""
 
 import pytest
 import test_generate_batch as few

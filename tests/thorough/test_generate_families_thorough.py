@@ -1,4 +1,4 @@
-"""The families and attentions that tests/test_generate_families.py leaves out, in the same tests."""
+"""The tests of tests/test_generate_families.py for the remaining families and attentions."""
 
 import pytest
 import test_generate_families as few
