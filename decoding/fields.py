@@ -66,10 +66,8 @@ UNTRAINED = {"weight": 0}
 _SPOKEN = ("role", "from", "content", "value")
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _TEXT_ANSWERS = ("answer", "response", "completion")
-"""If a row has one of these fields, its ``text`` is a prompt.
-
-The same is true of ``code`` in rows of mbpp, which have a ``task_id``.
-"""
+"""If a row has one of these fields, its ``text`` is a prompt. The same is true of ``code`` in rows of mbpp, which have
+a ``task_id``."""
 
 
 def find_prompt(row: dict[str, Any]) -> str | None:

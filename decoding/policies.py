@@ -200,23 +200,17 @@ def _arms(budgets: Sequence[Budget]) -> dict[Budget, _Acceptance]:
 
 _MEMORY = 0.9975  # weight of a trial relative to the trial after it
 _GUESS, _OF_LARGER = 0.75, 0.8
-"""Per-position acceptance assumed before any trial, and the acceptance of a chain relative to the tree that contains
-it.
-"""
+"""Per-position acceptance assumed before any trial, and that of a chain relative to the tree around it."""
 _KEPT, _RECENT, _RETIMED, _STALE, _AGEING = 31, 384, 128, 500, 4000.0
 """Number of steps kept per budget; greatest age of a kept step when a newer one is added; steps from one timed plain
 step to the next while drafting; steps after which a budget's seconds are forgotten; steps in which the doubt about
-these seconds grows e-fold.
-"""
+these seconds grows e-fold."""
 _NOISE, _BETWEEN, _BEYOND = 0.15, 0.04, 0.3
-"""Relative standard deviations: of the seconds of a step, of guesses between tried budgets, and of guesses beyond them.
-"""
+"""Relative standard deviations of a step's seconds, of guesses between tried budgets, and of guesses beyond."""
 _CAUTION = 0.5  # standard deviations by which choices are explored; half is always added to the acceptance
 _HELD = 2  # number of steps from one choice to the next
 _FIRST_LOSS, _LOSS, _MOST_GAIN = 0.5, 0.015, 4.0
-"""In units of a plain step: what drafting may lose at first, what it may lose for each plain step, and the largest
-balance.
-"""
+"""In plain steps: what drafting may lose at first and for each plain step, and the largest balance."""
 _DEAREST = 2.0  # most plain steps that a drafting step counts as, so that a hiccup of the machine weighs little
 
 

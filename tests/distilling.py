@@ -18,8 +18,7 @@ from trainer.recipe.draft import DraftSection
 
 EXAMPLES = (Example((3, 1, 4, 1, 5, 9, 2, 6), (False,) * 4 + (True,) * 4, 4), Example((2, 7, 1, 8), (True,) * 4, 0))
 """Positions 3 to 6 of the first text predict its answer; positions 0 to 2 of the second text predict all but its first
-token. Together these are 7 labels.
-"""
+token. Together these are 7 labels."""
 
 
 def objective_for(model: PreTrainedModel, words: tuple[str, ...] = WORDS, **section: Any) -> DistillObjective:

@@ -23,8 +23,7 @@ TEXTS = (
     Example((2, 7, 1, 8, 2, 8), (True,) * 6, 0),
 )
 """Positions 3 to 8 of the first text predict its answer; positions 0 to 4 of the second text predict all but its first
-token. Together these are 11 labels.
-"""
+token. Together these are 11 labels."""
 TURNS = Example((3, 1, 4, 1, 5, 9, 2, 6, 5, 3), (False, False, True, True, True, False, True, True, True, True), 2)
 """Token 5 belongs to no answer."""
 MASK = "l"

@@ -25,10 +25,8 @@ from decoding.rules.tree import Proposal, ProposalKind, TokenTree
 from decoding.rules.verify import Rule, Verdict
 
 _COLDER = 0.4
-"""Temperature of the target's drafts divided by the temperature of its tokens.
-
-Drafts are more certain than the target, as trained drafts are.
-"""
+"""Temperature of the target's drafts divided by the temperature of its tokens. Drafts are more certain than the target,
+as trained drafts are."""
 _TOP_P = 0.7
 _DEPTH = 3
 

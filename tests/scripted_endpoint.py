@@ -10,8 +10,7 @@ from typing import Any
 
 Reply = tuple[int, Any]
 """The HTTP status and the content: text is sent unchanged, an iterator is sent as the events of a stream, and anything
-else as JSON.
-"""
+else as JSON."""
 
 
 _NONE: Mapping[str, str] = {}

@@ -157,10 +157,8 @@ SOME = (
     Example((2, 7, 9, 8), (True,) * 4, 0),
     Example((12, 9, 5, 12, 6, 9), (True,) * 6, 0, (3, 3)),
 )
-"""The trained tokens are 5 9 2 6, 7 9 8 and 9 5 6 9: 9 occurs four times, 5 and 6 twice.
-
-The prompt and the first tokens of documents are not trained.
-"""
+"""The trained tokens are 5 9 2 6, 7 9 8 and 9 5 6 9: 9 occurs four times, 5 and 6 twice. The prompt and the first
+tokens of documents are not trained."""
 
 
 def initial(target: PreTrainedModel, longest: int = 0, **section: Any) -> InitialDraft:

@@ -236,10 +236,8 @@ def test_a_recipe_of_an_ordinary_draft_does_not_go_on_with_a_dspark_draft(stored
 # --- the tree ---------------------------------------------------------------------------------------------------------
 
 TEXT, PROMPT = (3, 1, 4, 1, 5, 9, 2, 6), 3
-"""The roots are tokens 3 to 6.
-
-With four labels one label is four tokens after its root; with five labels none is five after it.
-"""
+"""The roots are tokens 3 to 6. With four labels one label is four tokens after its root; with five labels none is five
+after it."""
 
 
 @pytest.mark.parametrize("together", [128, 2])

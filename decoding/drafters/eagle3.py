@@ -155,10 +155,8 @@ class Eagle3State:
         self._held_at = torch.zeros(rows, shape[2], dtype=torch.long, device=weight.device)
         """Positions of the slots whose keys are kept, for drafts with a window."""
         self._states = weight.new_zeros(rows, max_nodes + 1, config.hidden_size)
-        """States of the nodes that have run, for each row.
-
-        The root has the state of the text's last slot, or zeros if there is no slot.
-        """
+        """States of the nodes that have run, for each row. The root has the state of the text's last slot, or zeros if
+        there is no slot."""
         self._lengths = [0] * rows
         """Number of slots of each row's text."""
         self._unread: dict[int, list[Tensor]] = {}

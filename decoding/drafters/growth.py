@@ -42,10 +42,8 @@ class ChildLogits(NamedTuple):
 
 
 NodeLogits = Callable[[int, Int[Tensor, " nodes"], Int[Tensor, " nodes"]], ChildLogits]
-"""Function that returns the logits of the children of nodes at one depth (0: the root).
-
-Each node is given by its row in the batch and its token.
-"""
+"""Function that returns the logits of the children of nodes at one depth (0: the root). Each node is given by its row
+in the batch and its token."""
 
 
 class StaticTree:

@@ -17,10 +17,8 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import DrawnPart, Proposal, ProposalKind, TokenTree, TokenTrie, fetch_tokens
 
 _PRIOR_TRIALS = 4.0
-"""Weight of a prior, in trials.
-
-The mean over a text has a prior; the mean for each match length has the mean over the text as its prior.
-"""
+"""Weight of a prior, in trials. The mean over a text has a prior; the mean for each match length has the mean over the
+text as its prior."""
 _MEMORY = 50.0  # trials that a mean remembers
 _UNTRIED = 16  # steps without the first drafter after which a text tries it again
 _LENGTHS = 5  # classes of matches: none, 1, 2 to 3, 4 to 7, 8 and more tokens

@@ -18,8 +18,7 @@ from decoding.metrics import StepCount
 
 Margin = float | Literal["ended"] | None
 """Gap between the logits of the two tokens at which a greedy text first differs from plain decoding's text; "ended" if
-one of the texts stops there; None if the texts are equal.
-"""
+one of the texts stops there; None if the texts are equal."""
 
 _ABOUT = ("hardware", "versions", "commit", "processes")
 """Provenance fields that may differ between the files of a folder; times of such files are not comparable."""

@@ -19,8 +19,7 @@ from transformers.masking_utils import sdpa_mask
 
 _GROUPED = "headstart"
 _LAID_OUT: ContextVar[dict[int, tuple[Tensor, Tensor]] | None] = ContextVar("laid_out", default=None)
-"""Maps the id of each mask of the current pass to the mask and its repeated form; all layers of one kind share a mask.
-"""
+"""Maps ids of the current pass's masks to the mask and its repeated form; layers of one kind share a mask."""
 
 
 def leave_out_cudnn() -> None:

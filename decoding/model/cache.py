@@ -139,9 +139,7 @@ class PreallocatedCache(Cache):
         self._taps: tuple[int, ...] = ()
         self._held: tuple[_Buffers, ...] = ()  # buffers of each device; empty before the first block
         self._handed_out: tuple[_Buffers, ...] = self._held
-        """Buffers whose views the layers use; they differ from `_held` only after an interrupt between the two
-        assignments.
-        """
+        """Buffers whose views the layers use; they differ from `_held` only after an interrupt in between."""
 
     def begin(self, slots: Sequence[int], size: int, device: torch.device, own: Sequence[int] | None = None) -> int:
         """Announce a pass that appends ``size`` positions to each row in ``slots``; return how many keys it reads.

@@ -30,10 +30,8 @@ from decoding.model.turns import CacheHolder, CacheTurns, lock_of
 from decoding.rules.tree import TokenTree
 
 _PREFILL_TOKENS = 1 << 14
-"""Largest number of tokens, including padding, in one prefill pass.
-
-This many occupy a GPU fully; 32 texts of 8k tokens in one pass would take 40 GB.
-"""
+"""Largest number of tokens, including padding, in one prefill pass. This many occupy a GPU fully; 32 texts of 8k tokens
+in one pass would take 40 GB."""
 
 
 class CausalLM:

@@ -53,10 +53,7 @@ _OF_FILES = {
 _BIASES = {"vanilla": MarkovBias, "gated": GatedBias, "rnn": RecurrentBias}
 _MASK = "use a draft whose mask is one of the target's tokens"
 _TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
-"""Tensors that some trainers store: copies of the target's weights, and maps to the target's ids.
-
-Most are not loaded.
-"""
+"""Tensors that some trainers store: copies of the target's weights, and maps to its ids. Most are not loaded."""
 _OF_REDUCED = ("lm_head.weight", "d2t")
 """The tensors in `_TARGETS_OWN` that are loaded if the draft writes only some of the target's tokens."""
 
@@ -120,8 +117,7 @@ def _seen(sight: Sight, mask: Tensor | None, at: Tensor, keys_at: Tensor | None,
 
 
 Held = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Function from a layer's index and the keys and values of a block to all keys and values to which the block attends.
-"""
+"""Function from a layer's index and a block's keys and values to all keys and values that the block sees."""
 
 
 class DSparkDraft(nn.Module):

@@ -36,8 +36,7 @@ _TAKEN: dict[str, tuple[Any, ...]] = {
 """Settings of other trainers that change the computation, and the values that are supported here."""
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 GPU_HEAD_DIMS = (64, 128)
-"""Sizes of attention heads for which servers have kernels on any device, and sizes for which they have kernels on GPUs.
-"""
+"""Sizes of attention heads for which servers have kernels, on any device and on GPUs."""
 REMEDY = "use a DSpark or DFlash draft as headstart, DeepSpec, speculators, SpecForge or z-lab write it"
 _THIS_TARGET = "use a draft trained on this target"
 MARKOV_HEADS = ("vanilla", "gated", "rnn")

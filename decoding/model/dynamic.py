@@ -18,15 +18,11 @@ from decoding.model.forward import ModelOutput, run_model
 from decoding.rules.tree import TokenTree, TreeShape
 
 _APPENDED_TOKENS = 1 << 10
-"""Largest number of tokens that all rows together append in one pass, because each token has a mask row over all keys.
-"""
+"""Largest number of tokens in one appending pass, because each has a mask row over all keys."""
 
 
 _LARGEST_STORED = 256
-"""Shapes of trees with at most this many nodes are kept on the device.
-
-Larger shapes are appended text and rarely recur.
-"""
+"""Shapes of up to this many nodes are kept on the device. Larger ones are appended text and rarely recur."""
 
 
 def blocked_keys(

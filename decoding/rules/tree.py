@@ -19,8 +19,7 @@ from torch import Tensor
 from decoding.errors import UserError
 
 MOST_NODES = 4096
-"""Largest number of nodes of a tree in a file or a recipe: its mask takes 16 MiB, and no target verifies larger trees.
-"""
+"""Largest number of nodes of a tree in a file or a recipe. Its mask takes 16 MiB."""
 
 
 def checked_paths(paths: object, vocab_size: int) -> tuple[tuple[int, ...], ...]:

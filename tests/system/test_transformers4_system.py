@@ -24,10 +24,8 @@ TEXT = "a ~b"
 SPECIAL = ["~", "^"]
 STRIPPED = "llama, llama3"
 TOLERANCE = 1e-6
-"""Relative to the largest logit, for experts, whose outputs are added in another order.
-
-All other models are equal to the bit.
-"""
+"""Relative to the largest logit, for experts, whose outputs are added in another order. All other models are equal to
+the bit."""
 
 
 @pytest.fixture(scope="module")

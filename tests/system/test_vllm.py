@@ -74,8 +74,7 @@ class LookupElseHeadsSession(HybridSession):
 
 ROOM = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "block_size": 32, "num_gpu_blocks_override": 7}
 """Settings for eight texts at a time, whose prompts are read in parts, with too little room for all, so that some are
-preempted.
-"""
+preempted."""
 CROWD = tuple((prompt, 1 + 13 * place % 60) for place, prompt in enumerate(prompts(200, seed=3)))
 
 

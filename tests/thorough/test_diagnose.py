@@ -164,8 +164,8 @@ SERVERS: dict[str, tuple[Plant, str, str, str]] = {
     ),
     "argmax drafts": (by_argmax, SAMPLING, "the server drafts by argmax", '"draft_sample_method": "probabilistic"'),
 }
-"""Maps names to the faulty server, the comparison that must be named first, and patterns of the finding and the remedy.
-"""
+"""Maps names to the faulty server, the comparison that must be named first, and patterns of the finding and the
+remedy."""
 
 
 @pytest.mark.parametrize("name", SERVERS)

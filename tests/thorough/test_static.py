@@ -24,8 +24,7 @@ from decoding.rules.tree import TokenTree, TreeShape
 
 PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9])
 """Prompts of different lengths, so that rows are ragged; there are more prompts than rows in a batch, so that rows are
-refilled.
-"""
+refilled."""
 TREE = TreeShape((-1, 0, 0, 1, 1, 2))
 THESE = sorted({"llama", "mistral", "qwen2-mixed", "gpt2", "opt", "gemma2", "gemma3"} & FAMILIES.keys())
 GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=1.0)

@@ -37,8 +37,7 @@ from trainer.run.train import run_recipe
 
 PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9])
 """Prompts of different lengths, so that rows are ragged; there are more prompts than rows, so that rows are refilled
-and moved.
-"""
+and moved."""
 GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=1.0, repetition_penalty=1.1)
 DRAFTERS = ("plain", "draft tree", "prompt lookup", "shared medusa", "shared markov", "drawn shared markov")
 DRAWN = ("chain", "drawn shared markov")

@@ -158,9 +158,7 @@ class _Session:
         self._server, self._options, self._questions = server, options, questions
         self._clock, self._on_answer = clock, on_answer
         self._uncached: bool | None = None
-        """True if the server accepts the fields that forbid it to reuse the prefill of earlier requests; None if
-        unknown.
-        """
+        """True if the server accepts fields that forbid reuse of an earlier prefill; None if unknown."""
         self.model = model
 
     def lines(self, cell: Cell) -> list[dict[str, Any]]:

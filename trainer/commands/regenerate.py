@@ -183,9 +183,7 @@ def _table(summary: Summary) -> Table:
 
 
 Backends = tuple[Backend, dict[str, Any], tuple[UserTurn, Backend] | None]
-"""A source of answers and the settings that determine the answers; if the target writes prompts, also the source of
-prompts.
-"""
+"""A source of answers, the settings that determine them, and the source of prompts if the target writes them."""
 
 
 def _backend(options: RegenerateOptions, wanted: SelfWritten | None) -> Backends:

@@ -28,9 +28,7 @@ LONGEST = 128
 """Longest prompt in tokens, including its end token."""
 _SHORTEST = 4
 _FIRST_DRAWS, _DRAWS_PER_PROMPT = 256, 10
-"""The run stops if, after the first number of draws, the target has needed more than the second number of draws per
-prompt.
-"""
+"""After the first number of draws, the run stops if a prompt needs more draws than the second number."""
 _MARK = "\ue000"  # a private-use character that no template contains
 _NAME = "self:"
 

@@ -277,10 +277,7 @@ def _sentence(error: UserError) -> str:
 _SANS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Liberation Sans", "DejaVu Sans", "sans-serif")
 _MONO = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace")
 _ENTRIES = ("/gradio_api/queue/join", "/gradio_api/run/predict")
-"""Paths to which the page sends its inputs.
-
-All other paths of Gradio, including uploads, are closed.
-"""
+"""Paths to which the page sends its inputs. All others, including uploads, are closed."""
 _READING = ("GET", "HEAD", "OPTIONS")
 _HEADERS = {
     "X-Frame-Options": "DENY",

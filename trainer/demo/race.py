@@ -22,9 +22,7 @@ from decoding.speculation import named_rule
 from decoding.text import Detokenizer, Piece, Step, Tally, step_pieces
 
 AUTOMATIC = "automatic"
-"""The rule that `DecodingConfig` chooses: the greedy rule at temperature 0, and otherwise the lossless rule that
-accepts most.
-"""
+"""The rule that `DecodingConfig` chooses: greedy at temperature 0, otherwise the lossless rule that accepts most."""
 MOST_NEW_TOKENS = 2048
 LONGEST_PROMPT = 100_000
 """Longest prompt in characters."""

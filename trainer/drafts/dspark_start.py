@@ -203,10 +203,8 @@ def mask_token(
 
 
 _QUIET = 0.3
-"""Initial weights of the last norm of a draft whose bias is fitted.
-
-They are small, because the logits of untrained layers would hide the bias.
-"""
+"""Initial weights of the last norm of a draft whose bias is fitted. They are small, because the logits of untrained
+layers would hide the bias."""
 
 
 @torch.no_grad()

@@ -35,15 +35,10 @@ _OF_DRAFTS = {
     "input_norm": "enc.output_norm",
     "midlayer.hidden_norm": "blk.0.attn_norm_2",
 }
-"""Maps our names of tensors in DSpark and EAGLE-3 drafts to llama.cpp's names.
-
-The other tensors have the names of a Qwen3.
-"""
+"""Maps our tensor names of DSpark and EAGLE-3 drafts to llama.cpp's; other tensors have the names of a Qwen3."""
 _YARN_UNWRITTEN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-"""Settings of yarn that are not written.
-
-Their defaults are the same in llama.cpp and transformers; other values are rejected.
-"""
+"""Settings of yarn with equal defaults in llama.cpp and transformers. They are not written; other values are
+rejected."""
 _OTHER_PROGRAM = "serve it with a program that reads transformers folders, such as vLLM"
 
 

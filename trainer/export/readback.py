@@ -44,10 +44,7 @@ Readers = list[tuple[Callable[[], Drafter], Callable[[], Drafter]]]
 PROMPTS = 20
 """Number of prompts to decode with the trained weights and with the exported files."""
 _NEW_TOKENS = 64
-"""Number of new tokens after each prompt from the user's file.
-
-After held-out prompts as many are decoded as in the run's evaluations.
-"""
+"""New tokens after each prompt from the user's file; after held-out prompts, as many as in the run's evaluations."""
 _ROWS_PER_PROMPT = 16
 """Rows of held-out data to read for each prompt wanted; some rows are too long or contain no prompt."""
 _POSITIONS = 32

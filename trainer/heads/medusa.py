@@ -257,11 +257,8 @@ def start_heads(heads: MedusaHeads, start: Start, lm_head: Float[Tensor, "vocab 
 
 
 OF_FITTED = 0.05
-"""Learning rate of fitted linear maps, relative to the learning rate of other weights.
-
-A few components of a target's states are very large, so equal steps on all weights of such a map would destroy its
-predictions.
-"""
+"""Learning rate of fitted linear maps, relative to the learning rate of other weights. A few components of a target's
+states are very large, so equal steps on all weights of such a map would destroy its predictions."""
 
 
 class MedusaObjective:

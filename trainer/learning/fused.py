@@ -288,8 +288,7 @@ def _of_sample(q: Tensor, rows: Tensor, pull: Float[Tensor, "rows outcomes"]) ->
 # --- matrix products: chunks of logits sized for the device, and their gradients --------------------------------------
 
 CHUNK_BYTES = 128 * 2**20
-"""Size of a chunk's logits on a CPU: smaller chunks would slow down products, and larger chunks would only take memory.
-"""
+"""Size of a chunk's logits on a CPU: smaller chunks slow down products, and larger ones only take memory."""
 _GPU_CHUNK_BYTES = 2**30
 _GPU_ROWS, _GPU_COMPARED_ROWS = 4096, 1024
 """Rows per chunk that keep a GPU busy, without and with a teacher's logits."""

@@ -12,8 +12,7 @@ from decoding.dtypes import parse_dtype
 
 _MOMENTUM = 0.95
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of a Newton-Schulz step, with which small singular values grow fastest and all end between 0.5 and 1.5.
-"""
+"""Coefficients of a Newton-Schulz step: small singular values grow fastest, and all end between 0.5 and 1.5."""
 _ITERATIONS = 5
 _LEAST_NORM = 1e-7
 

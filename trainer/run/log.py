@@ -35,9 +35,7 @@ _RUN_OF: dict[str, Callable[[Any], str]] = {
     "trackio": lambda run: str(run.name),
     "mlflow": lambda run: str(run.info.run_id),
 }
-"""For each tracker, a function from its run to the name under which the run continues at a later start; TensorBoard
-needs no name.
-"""
+"""For each tracker, a function from its run to the name for continuing it later; TensorBoard needs none."""
 
 
 class Evaluation(NamedTuple):

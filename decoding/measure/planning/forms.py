@@ -19,14 +19,11 @@ Load = Callable[[DrafterSpec], Drafter]
 
 _PRIOR_TRIALS = 2.0
 _FALL = 0.5
-"""Prior of the share of a rank, relative to the share of the previous rank; the prior counts as `_PRIOR_TRIALS` trials.
-"""
+"""Prior of a rank's share relative to the share of the previous rank; it counts as `_PRIOR_TRIALS` trials."""
 DEEPEST_CHAIN = 10
 """Length of the longest chain tried with a draft model if the spec does not give a length."""
 _TOP_SHARE, _SHARE_FALL, _DEPTH_FALL = 0.6, 0.5, 0.85
-"""Typical shares for the first tree: the share of the top token, and the factors from one rank and one depth to the
-next.
-"""
+"""Typical shares for the first tree: the share of the top token, and its factors per rank and per depth."""
 
 
 @dataclass(frozen=True)

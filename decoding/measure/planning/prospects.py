@@ -42,9 +42,7 @@ PUBLISHED = (
     Published("dspark", "DFlash, Qwen3-8B, maths", equal_rates(5.33, 7), "2607.05147, July 2026, GSM8K, T=1"),
     Published("draft", "115M, Llama-2-7B-Chat", (1 - 1 / 2.3,) * DEEPEST, "2403.00858, March 2024, at most 2.3 a pass"),
 )
-"""DFlash is a low estimate for DSpark: its five layers reach a lower acceptance than DSpark's two (2607.05147), which
-recipes use.
-"""
+"""DFlash is a low estimate for DSpark: its five layers accept less than the two of DSpark in recipes (2607.05147)."""
 
 
 class Prospects(CostSurvey):

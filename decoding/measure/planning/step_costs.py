@@ -33,9 +33,7 @@ _HICCUP = 3.0
 """Steps longer than this multiple of the median of their kind are left out: see `_typical`."""
 _MOST_TEXTS = 400
 _ROUNDS = 4
-"""After this many rounds a survey may end without samples of some budgets, because texts may be too short for deep
-drafts.
-"""
+"""After this many rounds a survey may end without samples of budgets for which texts are too short."""
 
 
 class StepSeconds(NamedTuple):

@@ -15,10 +15,7 @@ from decoding.model.cost_curve import measure_costs
 from decoding.rules.sampling import SamplingConfig
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Numbers of tokens in the measured passes.
-
-All except 1 are also the sizes, including the root, of the trees that are tried.
-"""
+"""Numbers of tokens in the measured passes; all except 1 are also sizes of the tried trees, including the root."""
 
 
 @dataclass(frozen=True)
