@@ -2,9 +2,9 @@
 
 Each arm of `accepted_arms` is trained with each seed in a separate process. `--measure acceptance` then decodes the
 prompts in batches with every way of drafting, for tokens per target pass. `--measure speed` decodes the prompts one by
-one; plain decoding, assisted generation and the first seed's drafters take turns. With --widen it uses the same
-function at a larger target's cost (`widen.py`). A run may be killed at any time: finished trainings and recorded texts
-are not repeated, and a larger --limit adds prompts. `--summarise` writes the figures of all records.
+one and alternates between plain decoding, assisted generation and the drafters of the first seed. With --widen it uses
+the same function at a larger target's cost (`widen.py`). A run may be killed at any time: finished trainings and
+recorded texts are not repeated, and a larger --limit adds prompts. `--summarise` writes the figures of all records.
 
     python benchmarks/accepted.py --target FOLDER --answers ANSWERS.jsonl --heldout HELD.jsonl \\
         --prompts gsm8k/test=TEST.jsonl --train --measure acceptance speed --summarise accepted.json

@@ -7,7 +7,7 @@ from decoding.drafters.spec import DrafterSpec
 
 GREEDY, SAMPLED = "greedy", "T=1"
 SETTINGS = {GREEDY: 0.0, SAMPLED: 1.0}
-"""Setting -> temperature."""
+"""Maps settings to temperatures."""
 
 
 class Drafting(NamedTuple):
@@ -24,7 +24,8 @@ class Drafting(NamedTuple):
 
 
 class Arm(NamedTuple):
-    """A recipe of storyteller-11m (None: no training) with overrides, and its ways of drafting, the main one first.
+    """A recipe of storyteller-11m (None: no training) with overrides, and its ways of drafting, of which the first is
+    the main one.
 
     ``baseline`` names the arm with which this arm is compared, prompt by prompt.
     """
@@ -84,7 +85,7 @@ ARMS: dict[str, Arm] = {
     "DFlash": _dspark("dspark.markov_rank=0", "dspark.sample_from_anchor=false"),
     "lookup": Arm(None, {"10 tokens": Drafting("lookup")}),
 }
-"""Name -> arm. Heads are compared with Medusa-1, drafts with the ordinary draft."""
+"""Maps names to arms. Heads are compared with Medusa-1, and drafts are compared with the ordinary draft."""
 
 
 def overrides_of(arm: Arm, seed: int, steps: int, given: Mapping[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ from decoding.metrics import Estimate, ratio_of_rates, resampled
 PLAIN, PEER = "plain", "assisted"
 
 Counts = Mapping[int, Mapping[int, tuple[float, float]]]
-"""Training seed -> prompt -> (tokens emitted, target passes)."""
+"""For each training seed and prompt, (tokens emitted, target passes)."""
 Record = dict[str, Any]
 
 

@@ -196,7 +196,7 @@ def _answer_of(engine: str, python: Path, worker: str, cases: Sequence[Row], sec
 
 
 def _row(answer: Row, result: Row, plain: Sequence[tuple[int, ...]]) -> Row:
-    """Return a result with the engine's name and the number of texts equal to our plain decoding's."""
+    """Return a result with the engine's name and the number of texts that equal those of our plain decoding."""
     row = {**result, **{key: answer[key] for key in ("engine", "version", "import_seconds")}}
     if "error" not in row:
         row["equal"] = sum(tuple(theirs) == text for theirs, text in zip(result["texts"], plain, strict=True))

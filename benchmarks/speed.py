@@ -1,6 +1,6 @@
 """Decoding speed against `transformers` in one run: a trained target, and the same function at a larger target's cost.
 
-All figures are ratios of runs that took turns in one process. The widened target computes exactly the small target's
+All figures are ratios of runs that alternated in one process. The widened target computes exactly the small target's
 function (`widen.py`) and thus has its acceptance; its figures are marked "widened".
 
     python benchmarks/speed.py --target FOLDER --draft FOLDER --heads medusa=FOLDER markov=FOLDER --dspark FOLDER \\

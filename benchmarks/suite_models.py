@@ -2,8 +2,8 @@
 
 Purely random weights would write near-ties that any rounding changes and no draft predicts. These models count instead:
 the layers have their usual cost but add almost nothing, and the lm_head writes token x + 1 after token x. A drafter
-that counts too is always right. If the lm_head rows of a random share of tokens are exchanged, it is wrong after these
-tokens. Speeds are thus those of real sizes, acceptance is forced, and every figure says so.
+that also counts is always right. If the lm_head rows of a random share of tokens are exchanged, the drafter is wrong
+after these tokens. So speeds are those of real sizes, but acceptance is forced, and every figure says so.
 """
 
 import gc
@@ -52,7 +52,7 @@ class Bench:
         return torch.float32 if self.pretend else torch.bfloat16
 
     def pick(self, full: Any, pretended: Any) -> Any:
-        """Return ``full`` on a GPU, else ``pretended``."""
+        """Return ``full`` on a GPU, and otherwise ``pretended``."""
         return pretended if self.pretend else full
 
     def text(self, length: int, first: int) -> tuple[int, ...]:

@@ -44,18 +44,19 @@ use_cache cache_implementation cache_config max_cache_len prefill_chunk_size com
 continuous_batching_config renormalize_logits transformers_version output_attentions output_hidden_states output_scores
 output_logits return_dict_in_generate
 """
-"""Supported options, and options that are harmless here: ends of a text (see `DecodingConfig`), options that only beam
-search or an assistant reads, and options that control how `generate` computes and what it returns.
-"""
+"""Options that are accepted: supported ones, and ones that change nothing here. The latter set the end of a text (see
+`DecodingConfig`), are read only by beam search or an assistant, or control how `generate` computes and what it
+returns."""
 _KNOWN = frozenset(_KNOWN_NAMES.split())
 
 
 def sampling_from_generation_config(
     config: GenerationConfig, processors: Sequence[Processor] = (), device: torch.device | str = "cpu"
 ) -> SamplingConfig:
-    """Return the controls that `generate` applies with this config and ``logits_processor=processors``, in its order.
+    """Return the controls that `generate` applies with this config and ``logits_processor=processors``, in the same
+    order.
 
-    Reads the config as `generate` does: without ``do_sample`` decoding is greedy, and an unset ``top_k`` is 50.
+    Reads the config as `generate` does: decoding is greedy unless ``do_sample`` is set, and an unset ``top_k`` is 50.
     ``device`` is the device of the logits. Length limits and end tokens are not read here; they belong in
     `DecodingConfig`. Raises UserError, with the option's name, if an unsupported option is set.
     """

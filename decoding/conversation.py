@@ -15,10 +15,10 @@ from decoding.text import Step, decode_text
 class Conversation:
     """Turns of questions and answers; each turn runs only the tokens that the target has not run before.
 
-    Each turn encodes all messages again with the chat template, or joins them by line ends if there is none. The answer
-    is therefore the one that `Engine` decodes for the same messages, even after interrupted or undone turns. The target
-    reuses its cache up to the first token that differs. Part of an answer runs again if the template changes it or its
-    text is tokenized differently. Drafts keep no cache between turns.
+    Each turn encodes all messages again with the chat template, or joins them by line ends if there is no template. So
+    the answer is the one that `Engine` decodes for the same messages, even after interrupted or undone turns. The
+    target reuses its cache up to the first token that differs. If the template changes an earlier answer, or its text
+    is tokenized differently, part of that answer runs again. Drafts keep no cache between turns.
 
     ``messages`` are the messages of finished turns, in the form that chat templates take. ``answer_limit`` is the token
     limit of the last answer: ``max_new_tokens``, or fewer tokens if the context is nearly full.
@@ -39,7 +39,7 @@ class Conversation:
 
     @property
     def max_positions(self) -> int | None:
-        """Longest conversation that target and drafter support, in tokens; None for no limit."""
+        """Length in tokens of the longest conversation that the target and the drafter support; None for no limit."""
         drafter = self.engine.drafter
         limits = (self.engine.target.max_positions, None if drafter is None else drafter.max_positions)
         return min((limit for limit in limits if limit is not None), default=None)

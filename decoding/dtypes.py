@@ -12,9 +12,9 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype:
-    """Return the floating dtype with this name in `DTYPES` or torch; ``fast`` is the fast one.
+    """Return the floating dtype with this name in `DTYPES` or torch; ``fast`` means `fast_dtype`.
 
-    Raises UserError for others.
+    Raises UserError for other names.
     """
     if isinstance(name, torch.dtype) and name.is_floating_point:
         return name
@@ -41,7 +41,7 @@ def parse_device(name: str | torch.device) -> torch.device:
 def fast_dtype() -> str:
     """Return ``bf16`` if the default device supports it natively, else ``fp32``.
 
-    Without AVX512-BF16, AMX or Arm's BF16, a processor was measured to be 50 times slower in bf16 than in fp32.
+    A processor without AVX512-BF16, AMX or Arm's BF16 was measured to be 50 times slower in bf16 than in fp32.
     """
     if torch.cuda.is_available():
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
@@ -57,7 +57,7 @@ def default_device() -> torch.device:
 def quantised(model: Model) -> Model:
     """Round the weights of a model's linear layers to int8 in place, with one scale per row.
 
-    Each call of a layer widens its weights to the model's dtype, so the model is smaller but slower. Raises UserError
+    Each call of a layer converts its weights to the model's dtype, so the model is smaller but slower. Raises UserError
     if torchao is not installed.
     """
     try:

@@ -7,8 +7,8 @@ from collections.abc import Hashable, Iterable
 class UserError(ValueError):
     """An error that the user can fix. It is the only type of error that commands print without a traceback.
 
-    Its text is ``message: remedy``; both are sentences without a full stop. If ``remedy`` is not passed, the message
-    contains it.
+    The text is ``message: remedy``; both are sentences without a full stop. If ``remedy`` is not passed, the message
+    contains the remedy.
     """
 
     def __init__(self, message: str, remedy: str = "") -> None:

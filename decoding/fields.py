@@ -2,15 +2,15 @@
 
 | columns | meaning |
 |---|---|
-| `CONVERSATIONS` | messages, the assistant's too |
-| `PROMPT_FIELDS` | a prompt: a text, texts for a turn each, or messages |
-| `ANSWER_FIELDS` | its answer: a text or messages; messages that begin with the user's are a whole conversation |
+| `CONVERSATIONS` | messages, including the assistant's answers |
+| `PROMPT_FIELDS` | a prompt: a text, a list with one text per turn, or messages |
+| `ANSWER_FIELDS` | the answer: a text or messages; if the first message is the user's, they are a whole conversation |
 | `SYSTEM_FIELDS` | the system message, unless the messages begin with one (LLaMA-Factory) |
 | ``history`` | earlier turns: pairs of question and answer (LLaMA-Factory), or messages |
 | `_ABOUT` | a text that the prompt refers to, which follows it (Alpaca, Dolly) |
 | ``tools``, ``functions`` | functions that the assistant may call |
 | ``label``, ``kto_tag`` | false: the answer is a bad one, so it is not trained (TRL, LLaMA-Factory) |
-| `METADATA` | nothing that anyone said |
+| `METADATA` | descriptions of the row, which are not part of its text |
 """
 
 import json
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from decoding.errors import UserError
 
 CONVERSATIONS = ("messages", "conversations", "chosen")
-"""Columns whose messages contain answers. ``chosen`` is one of them if a preference row has no prompt (TRL)."""
+"""Columns whose messages contain answers. ``chosen`` belongs to them only in preference rows without a prompt (TRL)."""
 PROMPT_FIELDS = (
     *("prompt", "question", "instruction", "problem", "query", "turns", "messages", "conversations", "input", "text"),
     *("chosen",),
@@ -29,7 +29,7 @@ PROMPT_FIELDS = (
 ANSWER_FIELDS = (
     *("answer", "response", "output", "completion", "solution", "canonical_solution", "code", "instances", "chosen"),
 )
-"""``instances`` is self-instruct's list of inputs with outputs; the first output is the answer."""
+"""``instances`` is a list of inputs with outputs in self-instruct; the first output is the answer."""
 SYSTEM_FIELDS = ("system", "system_prompt", "system_message")
 _ABOUT, _REFERRING = ("input", "context"), ("prompt", "question", "instruction", "query")
 METADATA = frozenset(
@@ -46,11 +46,11 @@ METADATA = frozenset(
 UNSPOKEN = frozenset({"tool_calls", "reasoning_content"})
 """Fields of a message that may replace its content."""
 REASONING = ("reasoning_content", "thinking")
-"""Names under which chat templates read an answer's reasoning; a checked message has both or neither."""
+"""Names under which chat templates read an answer's reasoning; a checked message has either both names or none."""
 Message = dict[str, Any]
 Tools = list[Any]
 """Functions that an assistant may call, as chat templates and OpenAI's chat API define them."""
-_CALLS = ("function_call", "tool_call")  # speakers whose text is a call as JSON, in LLaMA-Factory's ShareGPT
+_CALLS = ("function_call", "tool_call")  # their texts are calls as JSON in LLaMA-Factory's ShareGPT
 _ROLES = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot", "ai", *_CALLS), "assistant"),
@@ -58,7 +58,7 @@ _ROLES = {
     **dict.fromkeys(("tool", "observation", "function", "function_response", "tool_response", "ipython"), "tool"),
     **{name: name for name in ("environment", "document")},  # roles that only some templates know
 }
-"""Names of speakers -> roles of chat templates. Case and hyphens do not matter."""
+"""Maps names of speakers to roles of chat templates. Case and hyphens do not matter."""
 _FLAGS = ("weight", "loss_weight", "train", "training", "train_on_turn", "loss", "loss_mask")
 """Flags of a message; 0 or false excludes it from training (OpenAI, LLaMA-Factory, Axolotl, ms-swift, verl)."""
 UNTRAINED = {"weight": 0}
@@ -66,7 +66,8 @@ UNTRAINED = {"weight": 0}
 _SPOKEN = ("role", "from", "content", "value")
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _TEXT_ANSWERS = ("answer", "response", "completion")
-"""Fields next to which a row's ``text`` is a prompt. mbpp's ``code``, known by its ``task_id``, is one too."""
+"""If a row has one of these fields, its ``text`` is a prompt. The same is true of ``code`` in rows of mbpp, which have
+a ``task_id``."""
 
 
 def find_prompt(row: dict[str, Any]) -> str | None:
@@ -97,7 +98,7 @@ class Prompt(NamedTuple):
 
 
 def prompt_of(row: dict[str, Any], field: str | None, where: str) -> Prompt:
-    """Return the row's prompt and its context, from the column ``field`` or the first of `PROMPT_FIELDS`.
+    """Return the row's prompt with the messages before it, from the column ``field`` or the first of `PROMPT_FIELDS`.
 
     Raises UserError, naming the row by ``where``, if the column is missing or contains neither text nor messages.
     """
@@ -131,7 +132,7 @@ def answer_of(row: dict[str, Any], name: str, where: str) -> list[Message]:
 
 
 def unread_columns(row: dict[str, Any], columns: Set[str], messages: Iterable[Message]) -> tuple[str, ...]:
-    """Return the ignored columns of a row: not in ``columns``, no metadata, not empty, and not repetitions."""
+    """Return the columns of a row that are ignored: all except ``columns``, metadata, empty columns and repetitions."""
     said = [*_EMPTY, *(message["content"] for message in messages), *(row.get(name) for name in columns)]
     return tuple(
         name for name, value in row.items() if name not in columns and not is_metadata(name) and value not in said
@@ -148,7 +149,10 @@ def _is_text(value: Any) -> bool:
 
 
 def _spoken(value: Any, name: str, role: str, where: str) -> list[Message]:
-    """Return a column's value as messages. Texts without a role get the role ``role``; a user may have several."""
+    """Return a column's value as messages.
+
+    Texts without a role get the role ``role``; a user may have several texts.
+    """
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if role == "user" and isinstance(value, list) and value and not isinstance(value[0], dict):

@@ -29,14 +29,14 @@ from decoding.rules.verify import GREEDY, Rule, Verdict
 from decoding.text import Generation, Step, StopCheck, Text, TextDecoder, check_prompt
 
 Seeds = Sequence[int] | None
-"""A seed for each text of a batch; None for those of the config."""
+"""A seed for each text of a batch; None means the seeds that follow from the config."""
 
 
 @dataclass(frozen=True)
 class DecodingConfig:
     """Settings of decoding.
 
-    ``rule`` None means greedy at temperature 0, and otherwise the lossless rule that fits the draft.
+    ``rule`` None means the greedy rule at temperature 0; above 0 it means the lossless rule that fits the draft.
 
     Text i (from 0) of a batch is decoded with the seed ``seed + i``, independent of the other texts in the batch.
     ``logprobs`` returns each new token's log-probability under the target, before any sampling control; ``trees``
@@ -82,7 +82,7 @@ class DecodingBatch:
         seeds: Seeds = None,
         cache: PreallocatedCache | None = None,
     ) -> None:
-        """Decode ``rows`` texts at a time. The other arguments and the errors are those of `Engine.steps`."""
+        """Decode ``rows`` texts at a time. For the other arguments and the errors see `Engine.steps`."""
         for prompt in prompts:
             check_prompt(target, prompt, config.max_new_tokens)
         # The sizes of drafts that the drafter supports on this target; the policy chooses among them.
@@ -103,11 +103,11 @@ class DecodingBatch:
         self.taps = () if drafter is None else drafter.taps
         # Tokens of the longest text that any prompt may become.
         self.longest = max((len(prompt) for prompt in prompts), default=0) + config.max_new_tokens
-        # When the last step ended; a stream that nobody reads loses its turn by it. Infinite during a step.
+        # The time when the last step ended (infinite during a step), which shows whether anyone reads the stream.
         self.last_step = time.monotonic()
         # True if the cache was given and later calls reuse its text, so its tokens and states must be kept.
         self.serves_calls = cache is not None
-        # Nodes of the largest tree, including its root.
+        # Number of nodes of the largest tree, including the root.
         self._nodes = drafter.max_nodes if drafter else 1
         try:
             self._open(cache)
@@ -115,7 +115,7 @@ class DecodingBatch:
             target.turns.give_back(self)
 
     def _open(self, cache: PreallocatedCache | None) -> None:
-        """Open the drafter's session and a cache, after waiting for a static target's cache.
+        """Open the drafter's session and a cache; if the target is static, first wait until its only cache is free.
 
         Raises UserError if the target or the length does not fit the drafter.
         """
@@ -188,7 +188,7 @@ class DecodingBatch:
         return [step.timed(*(second / len(steps) for second in seconds)) for step in steps]
 
     def _rooms(self) -> list[int]:
-        """Return how many tokens may be drafted in each row: none if accepted tokens must first run into the cache."""
+        """Return how many tokens may be drafted in each row: none if accepted tokens must first be cached."""
         return [0 if self.cache.is_full(row) else text.draft_room for row, text in enumerate(self.texts)]
 
     def _propose(self, budget: Budget) -> list[Proposal]:
@@ -196,7 +196,8 @@ class DecodingBatch:
         depths = [min(budget.depth, room) for room in self._rooms()]
         if self.session is None or not any(depths):
             return [Proposal.root_only(text.tokens[-1], self.target.device) for text in self.texts]
-        # Nodes are limited too: a tree cut only in depth would spend the chain's nodes on branches.
+        # The number of nodes is limited as well: if a tree were cut only in depth, branches would use the nodes of the
+        # chain.
         sizes = [budget.nodes if self.target.no_trees is None else depth + 1 for depth in depths]
         return self.session.propose(
             [
@@ -227,9 +228,9 @@ class DecodingBatch:
             self.cache.text += (text.tokens[-1], *tokens[:-1])
         if self.taps:
             states = _nodes(output.states[row], kept)
-            # Copy if the target is static, because its next step overwrites its outputs, perhaps before the next draft.
-            # Copy also if the cache serves several calls: it keeps the states for long, and a view would keep the
-            # states of all nodes alive.
+            # Copy the states if the target is static, because its next step overwrites its outputs, perhaps before the
+            # next draft. Copy them also if the cache serves several calls: the states live long, and a view would keep
+            # the states of all nodes alive.
             self._keep_states(text, states.clone() if self.target.is_static or self.serves_calls else states)
         logprobs = self._logprobs(tree, verdict, output.logits[row])
         emitted = text.emit(tokens, self.stop)
@@ -327,12 +328,12 @@ def _nodes(hidden: Float[Tensor, "nodes hidden"], kept: Sequence[int]) -> Float[
 
 @dataclass(frozen=True, eq=False)
 class Engine:
-    """A target with its drafter (None: plain decoding), ready to decode.
+    """A target and a drafter (None: plain decoding), ready to decode.
 
-    Only the policy has state: it may adapt from text to text. The tokenizer is needed for stop strings only.
-
-    Several threads may share an engine; their steps alternate. A target with static shapes has only one cache, so whole
-    calls alternate there. A stream that has not been read for 10 seconds ends when another call waits for that cache.
+    Only the policy has state: it may adapt from text to text. The tokenizer is needed only for stop strings. Several
+    threads may share an engine; their steps alternate. A target with static shapes has only one cache, so a call waits
+    until the previous one has ended. A stream that has not been read for 10 seconds ends if another call is waiting for
+    the cache.
     """
 
     target: CausalLM
@@ -359,13 +360,13 @@ class Engine:
     ) -> Iterator[Any]:
         """Decode one prompt of token ids, or many with ``batch_size``; yield each step after its target pass.
 
-        One prompt yields its steps; many prompts yield pairs (index of the prompt from 0, its next step). Rows accept
-        different lengths, and the next prompt takes the row of a finished text. ``seeds`` replaces the seeds that the
-        texts of a batch get from the config.
+        One prompt yields its steps; many prompts yield pairs (index of the prompt from 0, its next step). Each row may
+        accept a different number of tokens, and the next prompt takes the row of a finished text. ``seeds`` replaces
+        the seeds that the texts of a batch get from the config.
 
         A ``cache`` from ``target.new_cache`` may be passed from call to call, also after an interrupted one. The target
         then skips the prefix that a prompt shares with the previous text; drafts read the whole prompt. The earlier
-        call cannot continue after that. `Conversation` uses this between the turns of a chat.
+        call cannot be continued afterwards. `Conversation` passes its cache from turn to turn.
 
         Raises UserError at the call, not at the first step, for prompts, rules or drafters that do not fit.
         """
@@ -390,7 +391,9 @@ class Engine:
     def decode(
         self, prompt: Any, config: DecodingConfig, *, batch_size: int | None = None, seeds: Seeds = None
     ) -> Generation | list[Generation]:
-        """Decode a prompt to its end, or many prompts as in `steps`; results are in the prompts' order."""
+        """Decode a prompt to the end of its text, or many prompts as in `steps`; results are in the order of the
+        prompts.
+        """
         if batch_size is None:
             return Generation.of(tuple(self.steps(prompt, config)))
         steps: list[list[Step]] = [[] for _ in prompt]

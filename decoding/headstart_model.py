@@ -43,7 +43,9 @@ class HeadstartModel:
         static: str = "auto",
         batch_invariant: bool = False,
     ) -> None:
-        """``static`` and ``batch_invariant`` are as in `from_pretrained`; a target that is a `CausalLM` has its own."""
+        """``static`` and ``batch_invariant`` are as in `from_pretrained`; a `CausalLM` as the target keeps its own
+        settings.
+        """
         if not isinstance(target, CausalLM):
             target = CausalLM(target, static=static_of(static, target), batch_invariant=batch_invariant)
         self.target = target
@@ -87,14 +89,14 @@ class HeadstartModel:
         otherwise off; if a graph cannot be recorded, the model warns and continues in dynamic shapes. ``static`` does
         not change the texts. Graphs and their cache occupy memory as long as the model exists.
 
-        ``batch_invariant`` makes texts in bf16 and fp16 the same with and without a drafter, alone and in a batch, for
-        passes that take up to twice as long (`CausalLM`).
+        With ``batch_invariant``, texts in bf16 and fp16 are the same with and without a drafter, alone and in a batch;
+        passes take up to twice as long (`CausalLM`).
         """
         dtype = draft_options.pop("torch_dtype", dtype)
         if drafter is None and draft_options:
             raise UserError(
-                f"from_pretrained does not take {next(iter(draft_options))!r} without a drafter with "
-                "options: omit it, or use a drafter"
+                f"{next(iter(draft_options))!r} is an option of a drafter, but drafter is not set: omit it, or set a "
+                "drafter"
             )
         with only_cached(local_files_only):
             spec = None if drafter is None else parse_drafter(drafter, **draft_options)
@@ -135,12 +137,12 @@ class HeadstartModel:
         """Decode like transformers' `generate`, with its defaults and result; ``options`` override the generation
         config.
 
-        In fp32 greedy texts equal the target's own `generate`. In narrower dtypes a near-tie may fall the other way,
-        because a pass over several tokens rounds differently; with ``batch_invariant`` it does not. Sampled texts have
-        the target's distribution, unless ``rule`` is lossy. Without a ``seed`` one is drawn from torch's global
-        generator: under the policy "fixed", ``torch.manual_seed`` then repeats a text. ``batch_size`` rows (None: all)
-        are decoded at a time. Processors receive each text without its padding. With ``return_dict_in_generate`` the
-        result is a `SpeculativeOutput`. Raises UserError for an unsupported option.
+        In fp32 greedy texts equal the target's own `generate`. In narrower dtypes a near-tie may be decided
+        differently, because a pass over several tokens rounds differently; ``batch_invariant`` prevents this. Sampled
+        texts have the target's distribution, unless ``rule`` is lossy. Without a ``seed`` one is drawn from torch's
+        global generator: under the policy "fixed", ``torch.manual_seed`` then repeats a text. ``batch_size`` rows
+        (None: all) are decoded at a time. Processors receive each text without its padding. With
+        ``return_dict_in_generate`` the result is a `SpeculativeOutput`. Raises UserError for an unsupported option.
         """
         inputs = options.pop("inputs", None)
         if input_ids is not None and inputs is not None:

@@ -65,7 +65,7 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
     Raises UserError, naming the line by ``where``, for other values, other encodings and half surrogate pairs.
     """
     try:
-        row = json.loads(line.rstrip(b"\r\n"))  # an error at the end belongs to this line
+        row = json.loads(line.rstrip(b"\r\n"))  # an error at the end of the text is an error in this line
         if b"\\u" in line:  # an escape may be half of a surrogate pair, which tokenizers reject
             json.dumps(row, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:

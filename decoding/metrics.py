@@ -2,10 +2,11 @@
 
 Two figures describe acceptance; their formulas are defined here:
 - tokens per target pass: tokens emitted / target passes, without the prefill and with the target's own token;
-- per-position acceptance at i (from 1): drafts accepted to depth i / drafts at least i deep and accepted to i-1.
+- per-position acceptance at i (from 1): drafts accepted to depth i / drafts of depth i or more that were accepted to
+  i-1.
 
 Other programs report other ratios of the same counts. They are computed only for comparison:
-- `Acceptance.unconditional`: drafts accepted to depth i / drafts at least i deep;
+- `Acceptance.unconditional`: drafts accepted to depth i / drafts of depth i or more;
 - `Acceptance.reached`: passes that accepted at least i drafted tokens / all passes;
 - `Acceptance.acceptance_length`: 1 + accepted tokens / all passes;
 - `Acceptance.accepted_per_drafted`: accepted tokens / drafted tree nodes.
@@ -60,9 +61,9 @@ def ratio_of_sums(pairs: Sequence[tuple[float, float]]) -> Estimate:
 
 
 def ratio_of_rates(texts: Sequence[tuple[float, float, float, float]]) -> Estimate:
-    """Estimate the speed ratio of two methods, in tokens per second over all texts together.
+    """Estimate the ratio of two methods' speeds, each in tokens per second over all texts.
 
-    An entry is (tokens, seconds, tokens, seconds) of one text, with the first method and then with the second. The
+    An entry is for one text: tokens and seconds of the first method, then tokens and seconds of the second. The
     bootstrap resamples whole entries, with a fixed seed.
     """
     values = torch.tensor(texts, dtype=torch.float64).reshape(-1, 4)
@@ -110,7 +111,7 @@ def resampled(tables: Sequence[Tensor], ratio: Callable[[Sequence[Tensor]], Tens
 
 @lru_cache(maxsize=8)
 def _draws(seeds: int, texts: int) -> Float[Tensor, "resamples seeds*texts"]:
-    """Return how often each text of each seed is drawn in each resample."""
+    """Return how often each text of each seed occurs in each resample."""
     generator, counts = torch.Generator().manual_seed(0), []
     for items in (texts, seeds):
         drawn = torch.randint(items, (_RESAMPLES, items), generator=generator)

@@ -1,7 +1,8 @@
 """Policies that choose before each step how much to draft: always the same amount, or the one expected to be fastest.
 
-The caller keeps one policy per pair of target and drafter; the policy learns over texts and batches. No policy affects
-the guarantee of a lossless rule. The loop measures the seconds of each step; only the adaptive policy reads them.
+The caller keeps one policy for each pair of target and drafter, so the policy learns from text to text. No policy
+affects the guarantee of a lossless rule. The loop measures the seconds of each step, but only the adaptive policy reads
+them.
 """
 
 import math
@@ -24,7 +25,7 @@ class Budget(NamedTuple):
 
 
 NO_DRAFT = Budget(0, 1)
-"""Draft nothing: plain decoding."""
+"""The budget of plain decoding: nothing is drafted."""
 
 
 class Policy(Protocol):
@@ -39,7 +40,9 @@ class Policy(Protocol):
         """
 
     def observe(self, budget: Budget, steps: Sequence[StepCount], draft: float, verify: float, total: float, /) -> None:
-        """Learn from a step of ``budget``: from a count per row and the seconds of draft, pass and whole step."""
+        """Learn from a step of ``budget``: from the counts of each row, and the seconds of the draft, the pass and the
+        whole step.
+        """
 
 
 class FixedPolicy:
@@ -62,10 +65,10 @@ class FixedPolicy:
 
 
 class _Acceptance:
-    """Per-position acceptance by depth; older trials weigh less."""
+    """Per-position acceptance by depth, in which older trials have less weight."""
 
     def __init__(self, like: "_Acceptance | None" = None, factor: float = 1.0) -> None:
-        """Start with ``factor`` times the shares of ``like``."""
+        """Until there are trials, assume ``factor`` times the shares of ``like``."""
         self._like, self._factor, self._trials, self._hits = like, factor, list[float](), list[float]()
 
     def add(self, budget: Budget, step: StepCount) -> None:
@@ -78,7 +81,9 @@ class _Acceptance:
             self._hits[depth] = _MEMORY * self._hits[depth] + (depth < step.accepted)
 
     def _share(self, depth: int) -> tuple[float, float]:
-        """Return the acceptance after ``depth`` accepted tokens and its trials; both include a weighted first guess."""
+        """Return the acceptance after ``depth`` accepted tokens and the number of trials, including a weighted first
+        guess.
+        """
         if self._like is not None:
             guess, weight = self._factor * self._like._share(depth)[0], 4.0
         else:
@@ -87,7 +92,7 @@ class _Acceptance:
         return (hits + weight * guess) / (trials + weight), trials + weight
 
     def expected_tokens(self, depth: int, luck: float) -> float:
-        """Return the tokens of a step that drafts to this depth, ``luck`` standard deviations above the expectation."""
+        """Return the tokens of a step with a draft of this depth, ``luck`` standard deviations above expectation."""
         total = reached = 1.0
         for index in range(depth):
             share, trials = self._share(index)
@@ -101,7 +106,7 @@ class _Seconds:
 
     def __init__(self) -> None:
         self._of: dict[Budget, dict[int, deque[tuple[int, float]]]] = {}
-        """Budget -> class of tree sizes -> (number, seconds) of its latest steps."""
+        """For each budget and class of tree sizes, (number, seconds) of the latest steps."""
         self._shares: dict[Budget, dict[int, float]] = {}
         self._tried_at: dict[Budget, int] = {}
         self._least: dict[Budget, float] = {}
@@ -125,10 +130,10 @@ class _Seconds:
 
     @property
     def lacks_plain(self) -> bool:
-        """True if the next step should be plain: plain steps were timed never, too rarely or too long ago.
+        """True if the next step should be plain, because plain steps were timed never, too rarely or too long ago.
 
-        Once two are known, pauses grow to `_RETIMED` steps. On a machine that changes its speed, an old figure would
-        make drafts look faster or slower than they are.
+        Once two plain steps are known, the pauses between them grow to `_RETIMED` steps. On a machine that changes its
+        speed, an old figure would make drafts look faster or slower than they are.
         """
         count = sum(map(len, self._of.get(NO_DRAFT, {}).values()))
         return bool(self._of) and self._steps - self._tried_at.get(NO_DRAFT, 0) >= (
@@ -153,9 +158,9 @@ class _Seconds:
         return median_low(seconds for _, seconds in self._of[budget][size])
 
     def known(self, budget: Budget) -> tuple[float, float] | None:
-        """Return (seconds of a step of a budget, relative standard deviation), or None before its second step.
+        """Return (seconds of a step of a budget, relative standard deviation), or None before the second step.
 
-        The first step of a kind may be slow for once, and of two the faster one counts.
+        Of the first two steps the faster one counts, because the first step of a kind may be unusually slow.
         """
         if not (shares := self._shares.get(budget)) or sum(map(len, self._of[budget].values())) < 2:
             return None
@@ -168,7 +173,9 @@ class _Seconds:
         return mean, math.hypot(_NOISE / math.sqrt(min(trials, _KEPT)), age / _AGEING)
 
     def guess(self, budget: Budget, known: Sequence[tuple[float, float]]) -> tuple[float, float]:
-        """Guess the same figures for an untried budget from ``known``, the sorted (`_rough`, seconds) of tried ones."""
+        """Guess the same figures for an untried budget from ``known``: sorted pairs (`_rough`, seconds) of tried
+        budgets.
+        """
         rough = _rough(budget)
         after = bisect_right(known, (rough, math.inf))
         if 0 < after < len(known):
@@ -179,15 +186,16 @@ class _Seconds:
 
 
 def _rough(budget: Budget) -> float:
-    """Guess the seconds of a step, in plain steps, before anything is measured."""
+    """Guess the cost of a step, in units of a plain step, before anything is measured."""
     return 1.0 if budget == NO_DRAFT else 1.1 + 0.02 * (budget.depth + budget.nodes)
 
 
 def _arms(budgets: Sequence[Budget]) -> dict[Budget, _Acceptance]:
-    """Return the budgets to choose from, with their acceptance: for a few depths the largest tree and the chain.
+    """Return the budgets to choose from, with their acceptance: the largest tree and the chain for a few depths.
 
-    The depths are the full depth, half, a quarter, and so on. Cuts of one tree share its acceptance. A hybrid has one
-    budget per depth, whose smaller trees are not parts of the largest; therefore only the largest is used.
+    The depths are the full depth, half of it, a quarter, and so on. Smaller trees that are cut from one tree share its
+    acceptance. A hybrid has one budget per depth, and its smaller trees are not parts of the largest tree, so only the
+    largest is used.
     """
     largest = {budget.depth: budget for budget in budgets}
     depths = [budgets[-1].depth]
@@ -202,16 +210,17 @@ def _arms(budgets: Sequence[Budget]) -> dict[Budget, _Acceptance]:
     return arms | {chain: _Acceptance(whole, _OF_LARGER) for chain in smaller}
 
 
-_MEMORY = 0.9975  # weight of a trial relative to the next one
+_MEMORY = 0.9975  # weight of a trial relative to the trial after it
 _GUESS, _OF_LARGER = 0.75, 0.8
-"""Per-position acceptance assumed before any trial, and a chain's acceptance relative to the tree that contains it."""
+"""Per-position acceptance assumed before any trial, and that of a chain relative to the tree around it."""
 _KEPT, _RECENT, _RETIMED, _STALE, _AGEING = 31, 384, 128, 500, 4000.0
-"""Steps kept per budget; their greatest age when a newer one is added; steps between plain steps that are timed while
-drafting; steps after which a budget's seconds are forgotten; steps until their doubt grows e-fold."""
+"""Number of steps kept per budget; greatest age of a kept step when a newer one is added; steps from one timed plain
+step to the next while drafting; steps after which a budget's seconds are forgotten; steps in which the doubt about
+these seconds grows e-fold."""
 _NOISE, _BETWEEN, _BEYOND = 0.15, 0.04, 0.3
-"""Relative standard deviations: of a step's seconds, and of guesses between and beyond tried budgets."""
-_CAUTION = 0.5  # share of a standard deviation that is explored; half of it is always added to the acceptance
-_HELD = 2  # steps between two choices
+"""Relative standard deviations of a step's seconds, of guesses between tried budgets, and of guesses beyond."""
+_CAUTION = 0.5  # standard deviations by which choices are explored; half is always added to the acceptance
+_HELD = 2  # number of steps from one choice to the next
 _FIRST_LOSS, _LOSS, _MOST_GAIN, _MOST_DEBT = 0.5, 0.015, 4.0, 2.5
 """In plain steps: what drafting may lose at first, what it may lose per plain step, and the most that is saved up or
 owed."""
@@ -221,15 +230,15 @@ _DEAREST = 2.0  # plain steps; a drafting step counts as more only if such steps
 class AdaptivePolicy:
     """The budget expected to write the most tokens per second, or `NO_DRAFT` if drafting does not pay.
 
-    Tokens are predicted from the running per-position acceptance, seconds from recent steps. Untried budgets are
-    interpolated between their neighbours. A budget is chosen about as often as it is likely to be the best (Thompson
-    1933), so bad ones are rarely retried. What drafts have gained or lost against plain decoding is kept as a balance.
-    While the balance is negative, nothing is explored; while it is a whole plain step below zero, nothing is drafted,
-    whatever is expected. In simulations, drafts that do not fit the text then cost about two plain steps at first and
-    1.5% of the time later, if a drafting step takes at most two plain steps; more expensive drafts cost more at first.
-    Seconds depend on the number of texts decoded together, so each power of two is learned separately. The policy reads
-    the clock, so the shapes of passes differ between runs. Sampled texts with the same seed may then differ, and below
-    fp32 also greedy texts at near-ties.
+    Tokens are predicted from the running per-position acceptance, and seconds are predicted from recent steps. The
+    seconds of untried budgets are interpolated. A budget is chosen about as often as it is likely to be the best
+    (Thompson 1933), so bad budgets are rarely tried again. A balance records how much time drafts have gained or lost
+    against plain decoding. While the balance is negative, the policy tries no unlikely budgets. While it is below minus
+    one plain step, nothing is drafted at all. In simulations, drafts that do not fit the text cost about two plain
+    steps at first and 1.5% of the time later, if a drafting step takes at most two plain steps; more expensive drafts
+    cost more at first. Seconds depend on the number of texts decoded together, so they are learned separately for each
+    power of two. The policy reads the clock, so the shapes of passes differ between runs. So sampled texts with the
+    same seed may differ, and in narrower dtypes than fp32 also greedy texts at near-ties.
     """
 
     name = "adaptive"

@@ -37,7 +37,7 @@ def read_variables(given: str) -> dict[str, Any]:
 
 
 def set_variables(tokenizer: PreTrainedTokenizerBase, given: str | None) -> None:
-    """Set variables of a tokenizer's chat template from a JSON object; raise UserError as `with_variables` does."""
+    """Set variables of a tokenizer's chat template from a JSON object. Raises UserError as `with_variables` does."""
     if given is None:
         return
     variables = read_variables(given)
@@ -80,7 +80,7 @@ def encode_prompt(
 def encode_continuation(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the token ids of a text that continues another one.
 
-    On its own, sentencepiece would put a further space before the text, so the text is encoded after a line break.
+    The text is encoded after a line break, because sentencepiece would put another space before a text on its own.
     """
     line, whole, alone = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in ("\n", f"\n{text}", text))
     tokens: list[int] = whole[len(line) :] if whole[: len(line)] == line else alone

@@ -1,8 +1,8 @@
 """Speculative decoding on one page (Leviathan et al. 2211.17192, Chen et al. 2302.01318). Read this first.
 
-One text, a draft that writes chains, no cache. The loop in `decoding.generate` does the same for batches, trees, every
-drafter and every acceptance rule; tests compare it with this page, token by token. The steps have the numbers of
-docs/explanation/speculation.md. Texts have exactly the target's distribution.
+This page handles one text and a draft that writes chains, without a cache. The loop in `decoding.generate` does the
+same for batches, trees, every drafter and every acceptance rule; tests compare it with this page, token by token. The
+steps have the numbers of docs/explanation/speculation.md. Texts have exactly the target's distribution.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -37,15 +37,15 @@ def speculate(
     # Draft and target have separate streams of random numbers, so the draft's draws do not change the target's.
     draft_source, source = (GeneratorSource.from_seed(seed, stream) for stream in ("draft", "verify"))
 
-    # 0. Prefill: the target reads the prompt and writes the first token. The text's last token is always one that the
-    # target has written but not yet read.
+    # 0. Prefill: the target reads the prompt and writes the first token. From here on, the last token of the text is
+    # always one that the target has written but not yet read.
     new = [source.draw(probabilities(target(text)[-1:], sampling)[0])]
     text += new
     yield new
     while len(text) < longest and text[-1] not in eos_token_ids:
         # 1. Propose: the draft writes a chain, token by token, and remembers the distribution q of each.
         drafted, q = list[int](), list[Tensor]()
-        for _ in range(min(chain, longest - len(text) - 1)):  # the token of the target also needs room
+        for _ in range(min(chain, longest - len(text) - 1)):  # the target's token needs room as well
             q.append(probabilities(draft(text + drafted)[-1:], sampling)[0])
             drafted.append(draft_source.draw(q[-1]))
 

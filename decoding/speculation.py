@@ -27,10 +27,10 @@ from decoding.text import Generation, Step, TextDecoder, check_ids, check_tensor
 class SpeculativeOutput:
     """Decoded texts.
 
-    ``sequences`` are the prompts, with their padding on the left, followed by the new tokens; shorter texts are padded
-    on the right. ``logprobs``, if requested, are the new tokens' log-probabilities under the target, before any
-    sampling control, and 0 after a text's end. ``generations`` contain every step. ``label`` is the rule's label:
-    lossless or lossy.
+    ``sequences`` are the prompts, padded on the left, followed by the new tokens; shorter texts are padded on the
+    right. ``logprobs``, if requested, are the new tokens' log-probabilities under the target, before any sampling
+    control, and 0 after a text's end. ``generations`` contain every step. ``label`` is the rule's label: lossless or
+    lossy.
     """
 
     sequences: Int[Tensor, "batch length"]
@@ -74,8 +74,8 @@ def speculate(
     ``attention_mask`` marks the padding. Sampling controls are a `SamplingConfig`, or its fields by name
     (``temperature=0.7``); the default is greedy. ``rule`` may be a name in `RULES`. ``policy`` may be ``adaptive`` or
     ``fixed``; the default is ``fixed`` if a ``seed`` is given, so that passes repeat, otherwise ``adaptive``. Texts end
-    at ``eos_token_ids`` (default: from the model's generation config) or at ``stop_strings``, which need the
-    ``tokenizer``. Prompt i is decoded with the seed ``seed + i`` (None: i), independent of the other prompts in the
+    at ``eos_token_ids`` (default: the EOS tokens in the model's generation config) or at ``stop_strings``, which need
+    the ``tokenizer``. Prompt i is decoded with the seed ``seed + i`` (None: i), independent of the other prompts in the
     batch.
     """
     if sampling is not None and controls:
@@ -124,10 +124,7 @@ class Prompts(NamedTuple):
 
     @staticmethod
     def of_tensor(input_ids: Tensor, mask: Tensor | None) -> "Prompts":
-        """Take the prompts from a tensor.
-
-        Tokens that the mask hides are dropped, because the model would ignore them.
-        """
+        """Read the prompts from a tensor. Tokens hidden by the mask are dropped, as the model would ignore them."""
         check_tensor_of_ids(input_ids)
         if input_ids.dim() != 2 or 0 in input_ids.shape:
             raise UserError(f"input_ids has shape {tuple(input_ids.shape)}: use (batch, length), at least one token")

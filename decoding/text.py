@@ -1,4 +1,6 @@
-"""A text during decoding, with its tokens, random numbers, end and steps; its display; and checks of prompts."""
+"""A text during decoding (its tokens, random numbers, end and steps), its conversion to characters, and checks of
+prompts.
+"""
 
 import re
 from collections import Counter
@@ -30,8 +32,9 @@ class TextDecoder(Protocol):
 class StopCheck:
     """Finder of a text's end inside a block of new tokens.
 
-    As in transformers' `generate`, a stop string may begin anywhere in prompt or text, even inside a token, and ends
-    the text if it ends in a new token. Bytes are compared, because a token may be part of a character.
+    As in transformers' `generate`, a stop string may begin anywhere in the prompt or the text, even inside a token, and
+    the text ends if the stop string ends in a new token. Bytes are compared, because a token may be part of a
+    character.
     """
 
     def __init__(
@@ -43,10 +46,10 @@ class StopCheck:
         self._strings = tuple(string.encode() for string in stop_strings)
         self._bytes = cache(partial(token_bytes, tokenizer))
         self.reach = max(map(len, self._strings), default=0)
-        """Number of tokens before a new token that the decision reads."""
+        """Number of tokens before a new token that must be read to decide."""
 
     def cut(self, text: list[int], tokens: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
-        """Return ``tokens`` up to and including the one that ends the text, and True if there is one.
+        """Return ``tokens`` up to and including the token that ends the text, and whether there is such a token.
 
         ``text``: the tokens before ``tokens``, including the prompt, or at least the last `reach` of them.
         """
@@ -90,12 +93,13 @@ _BYTE_OF = {chr(byte): byte for byte in _PRINTED} | {
 class Step(NamedTuple):
     """One step of the loop for one text: one target pass and its result.
 
-    Of the new ``tokens``, the first ``accepted`` were drafted. The target wrote the last one, unless the text ended
-    inside the draft. ``offered`` is the depth of the tree up to the text's end, the most that could be accepted;
-    ``room`` is the depth that the text could still hold. The first step of a text is its prefill, which writes one
-    token and offers none. Seconds are the seconds of the pass divided by its rows. ``refused`` are a chain's drafted
-    tokens after the accepted ones; it is empty for trees and at the text's end. ``tree``, if requested, is the drafted
-    tree (None if nothing was drafted); ``path`` lists its accepted nodes from the root's child down.
+    Of the new ``tokens``, the first ``accepted`` were drafted. The target wrote the last token, unless the text ended
+    inside the draft. ``offered`` is the depth of the tree up to the end of the text, which is the largest number of
+    tokens that could be accepted. ``room`` is the depth for which the text had room. The first step of a text is its
+    prefill, which writes one token and offers none. Seconds are the seconds of the pass divided by the number of rows.
+    ``refused`` are the drafted tokens of a chain after the accepted tokens; it is empty for trees and at the end of the
+    text. ``tree``, if requested, is the drafted tree (None if nothing was drafted); ``path`` lists its accepted nodes
+    from the root's child down.
     """
 
     tokens: tuple[int, ...]
@@ -227,7 +231,7 @@ def check_tensor_of_ids(input_ids: Any) -> None:
 
 
 class Piece(NamedTuple):
-    """A piece of text. ``drafted`` is True if its last token was drafted, not written by the target."""
+    """A piece of text. ``drafted`` is True if its last token was drafted, and False if the target wrote it."""
 
     text: str
     drafted: bool
@@ -243,7 +247,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._shown = 0  # number of tokens whose text was returned
-        self._context = 0  # index at which decoding starts: a few tokens earlier, for context
+        self._context = 0  # index of the first token that is decoded: a few tokens earlier, for context
 
     def push(self, token: int) -> str:
         """Add a token; return the text that it completes, possibly empty."""
@@ -287,10 +291,10 @@ def decode_text(tokens: Iterable[int], tokenizer: TextDecoder, hidden: Container
 
 @dataclass
 class Tally:
-    """Figures of the steps added so far. A prefill counts only in ``prefill_seconds``.
+    """Figures of the steps added so far.
 
-    ``lengths`` counts passes by their number of accepted drafted tokens. Seconds exclude the caller's work between two
-    steps.
+    A prefill counts only in ``prefill_seconds``. ``lengths`` maps numbers of accepted drafted tokens to numbers of
+    passes. Seconds exclude the caller's work between two steps.
     """
 
     passes: int = 0
@@ -331,12 +335,12 @@ class Tally:
 
     @property
     def overhead_seconds(self) -> float:
-        """Seconds of the loop outside the draft and the target pass."""
+        """Seconds that the loop spent outside the draft and the target pass."""
         return max(0.0, self.total_seconds - self.draft_seconds - self.verify_seconds)
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens per target pass, including the target's own; 0 before the first pass."""
+        """Tokens per target pass, including the token that the target adds; 0 before the first pass."""
         return self.tokens / self.passes if self.passes else 0.0
 
     @property

@@ -6,7 +6,7 @@ This module must not import torch, even indirectly: libgomp reads its settings o
 import os
 
 _SPINS = "1000"
-"""Turns of an idle thread's waiting loop before it sleeps. libgomp's default keeps a core busy for milliseconds."""
+"""Iterations for which an idle thread waits before it sleeps. libgomp's default keeps a core busy for milliseconds."""
 
 
 def spin_briefly() -> None:

@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 class LoopedModel(PreTrainedModel, GenerationMixin):
     config_class = LoopedConfig
-    _supports_sdpa = _supports_attention_backend = True  # attention is looked up in transformers' interface
+    _supports_sdpa = _supports_attention_backend = True  # attention comes from transformers' interface
 
     def __init__(self, config: LoopedConfig) -> None:
         super().__init__(config)

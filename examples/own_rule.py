@@ -29,7 +29,7 @@ def rejection(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
         q = one_hot(torch.tensor(token), p.shape[1]).to(p) if proposal.q is None else proposal.q[place]
         if not source.accept(float(p[place, token] / q[token])):
             beyond = (p[place] - q).clamp(min=0)
-            return Verdict(path(place), source.draw(beyond if beyond.any() else p[place]))  # else p = q up to rounding
+            return Verdict(path(place), source.draw(beyond if beyond.any() else p[place]))  # or p = q up to rounding
     length = len(proposal.tree) - 1
     return Verdict(path(length), source.draw(p[length]))
 
@@ -47,14 +47,15 @@ MINE = Rule("my rejection", True, KINDS, rejection, chains_only=True)
 
 
 def careless(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
-    """Draw from the whole p after a rejection; the rejected token may be drawn again, so it comes too often."""
+    """Draw from the whole p after a rejection. The rejected token may be drawn again, so it is written too often."""
     nodes, _ = rejection(proposal, p, source)
     return Verdict(nodes, source.draw(p[len(nodes)]))
 
 
 CARELESS = Rule("careless rejection", True, KINDS, careless, chains_only=True)
 
-# --- a lossy rule, for trees too --------------------------------------------------------------------------------------
+# --- a lossy rule, also for trees
+# --------------------------------------------------------------------------------------
 
 
 def near_the_best(top: int, factor: float) -> Rule:
@@ -70,7 +71,7 @@ def near_the_best(top: int, factor: float) -> Rule:
         last = max(kept, key=lambda node: tree.shape.depths[node])
         return Verdict(tree.shape.path(last), source.draw(p[last]))
 
-    return Rule(f"among the best {top}", False, frozenset(ProposalKind), decide)  # False: label it lossy
+    return Rule(f"among the best {top}", False, frozenset(ProposalKind), decide)  # False labels the rule as lossy
 
 
 LOSSY = near_the_best(top=3, factor=0.3)
@@ -96,7 +97,7 @@ options = parser.parse_args()
 tokenizer = load_tokenizer(options.target)
 model = HeadstartModel.from_pretrained(options.target, options.drafter)
 prompts = [tokenizer(options.prompt)["input_ids"]] * 4  # each with a different seed
-for chosen in (None, MINE, LOSSY):  # None: the lossless rule that keeps the most tokens of this drafter
+for chosen in (None, MINE, LOSSY):  # None means the lossless rule that keeps the most tokens of this drafter
     output = speculate(
         model.target,
         model.drafter,

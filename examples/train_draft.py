@@ -41,7 +41,7 @@ for tokens in (2, 4, 6):
     )
 outputs: dict[str, SpeculativeOutput] = {}
 seconds: dict[str, list[float]] = {name: [] for name in models}
-for turn in range(4):  # the models take turns, so a busy machine slows all alike; the first turn warms up
+for turn in range(4):  # the models alternate, so a busy machine slows all of them alike; the first turn is a warm-up
     for name, model in models.items():
         outputs[name] = speculate(
             model.target,

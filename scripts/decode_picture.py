@@ -10,11 +10,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 PLAYED = 9.0
 """Approximate seconds of the slower run in the picture; the exact time follows from a stretch by a whole number."""
 LEAD, HOLD = 0.8, 4.5
-"""Seconds before the first token and after the last."""
+"""Seconds before the first token, and seconds after the last token."""
 CHARACTER, LINE = 8.4, 20.0
 """Width of a character and height of a line, in user units."""
 COLUMNS = 41
-"""Most characters in a line."""
+"""Largest number of characters in a line."""
 LETTER = 0.56
 """Average width of a letter in a sans-serif font, relative to the font size; few fonts are wider."""
 RUNS = ("plain", "speculative")
@@ -69,7 +69,8 @@ class Counter(NamedTuple):
 class Panel(NamedTuple):
     """One run in the picture: its corner, its tokens, and the moments of its steps in percent of the loop.
 
-    ``key`` is the prefix of its animations' names. ``share``: its seconds divided by the slower run's seconds.
+    ``key`` is the prefix of the names of its animations. ``share``: the seconds of this run divided by the seconds of
+    the slower run.
     """
 
     key: str
@@ -161,7 +162,7 @@ def _panel(report: Mapping[str, Any], run: str, corner: tuple[float, float], mar
     told = report[run]
     ends = list(accumulate(step["seconds"] for step in told["steps"]))
     moments = [clock.moment(end) for end in ends]
-    first, *later = accumulate(len(step["tokens"]) for step in told["steps"])  # rates exclude the prefill's token
+    first, *later = accumulate(len(step["tokens"]) for step in told["steps"])  # rates exclude the token of the prefill
     texts = [f"{first} token"]
     for passes, (tokens, end) in enumerate(zip(later, ends[1:], strict=True), start=1):
         written = tokens - first

@@ -1,4 +1,5 @@
-"""The whole job from end to end (``make demo``): a target's prompts and answers, heads and a draft, and speed-ups.
+"""The whole work from end to end (``make demo``): prompts and answers by a target, training of heads and a draft, and
+speed-ups.
 
 Nothing is downloaded. HEADSTART_DEMO=short runs the same code on less data, for continuous integration.
 """
@@ -96,7 +97,7 @@ def write() -> None:
 
 
 def discard_stale(recipe: str) -> None:
-    """Remove a finished run that has another target or recipe, because it cannot be resumed."""
+    """Remove a finished run of another target or recipe, because such a run cannot be resumed."""
     provenance = Path(artefact(recipe)) / "provenance.json"
     if provenance.is_file():
         stored = json.loads(provenance.read_text())
@@ -120,7 +121,7 @@ def launch(recipe: str) -> None:
         return
     command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
     command += ["--config_file", "recipes/accelerate/cpu.yaml"]
-    command += ["--num_cpu_threads_per_process", str(torch.get_num_threads())]  # accelerate's default is one
+    command += ["--num_cpu_threads_per_process", str(torch.get_num_threads())]  # one is the default of accelerate
     command += ["scripts/train.py", str(RECIPES / f"{recipe}.yaml"), *changes]
     finished = subprocess.run(command, cwd=ROOT, check=False)
     if finished.returncode:

@@ -1,7 +1,7 @@
 """Numbers for docs/explanation: every outcome of the acceptance rules on a small p and q, and the law of the speed-up.
 
-The rules are the ones used in decoding, and the enumeration that proves them computes their outcomes. The law comes
-from `decoding.metrics` and `decoding.rules.best_tree`. This module adds no formulas.
+The rules are the ones used in decoding; their outcomes are computed by the enumeration that also proves them. The law
+comes from `decoding.metrics` and `decoding.rules.best_tree`. This module adds no formulas.
 """
 
 import json
@@ -154,7 +154,9 @@ def speed_report() -> dict[str, Any]:
 
 @cache
 def measured_costs() -> Mapping[str, Mapping[int, float]]:
-    """Return v(n) of each target in the speed report: seconds of a pass over n tokens / seconds over one."""
+    """Return v(n) of each target in the speed report: seconds of a pass over n tokens / seconds of a pass over one
+    token.
+    """
     targets = speed_report()["targets"]
     curves = {name: targets[name]["drafters"]["cost_curve_ms"] for name in targets}
     return {name: {int(n): ms / curve["1"] for n, ms in curve.items()} for name, curve in curves.items()}
@@ -162,7 +164,9 @@ def measured_costs() -> Mapping[str, Mapping[int, float]]:
 
 @cache
 def law_costs() -> Mapping[int, float]:
-    """Return v(n) of `BUSY` made non-decreasing: if a pass looks cheaper than one over fewer tokens, that is noise."""
+    """Return v(n) of `BUSY`, made non-decreasing, because a pass that looks cheaper than a pass over fewer tokens is
+    noise.
+    """
     curve = measured_costs()[BUSY]
     return dict(zip(curve, accumulate(curve.values(), max), strict=True))
 
@@ -170,7 +174,7 @@ def law_costs() -> Mapping[int, float]:
 def speedup(rate: float, depth: int, draft_cost: float, curve: Mapping[int, float] | None = None) -> float:
     """Return the speed-up of a chain of ``depth`` tokens at per-position acceptance ``rate``.
 
-    Without a curve every pass costs 1.
+    Without a curve, every pass has cost 1.
     """
     verify = pass_over(curve, depth + 1) if curve else 1.0
     return predicted_speedup(expected_tokens(rate, depth), draft_cost * depth, verify)

@@ -157,7 +157,9 @@ def draw_speedup(colours: Colours) -> Figure:
 
 
 def draw_costs(colours: Colours) -> Figure:
-    """Draw the measured cost of a target pass over its new tokens, next to a cost proportional to the tokens."""
+    """Draw the measured cost of a target pass by number of new tokens, and for comparison a cost proportional to the
+    tokens.
+    """
     figure, axes = plot(
         210, "Cost of a target pass, measured", "in passes over one token, two targets on a CPU", colours
     )
@@ -250,4 +252,4 @@ PICTURES: dict[str, Callable[[Colours], Figure]] = {
     "mask": draw_mask,
     "cache": draw_cache,
 }
-"""Name of a picture in docs/explanation -> function that draws it in the colours of one scheme."""
+"""Maps names of pictures in docs/explanation to functions that draw them in the colours of one scheme."""

@@ -255,4 +255,4 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "distances": distances,
     },
 }
-"""Page of docs/explanation -> mark of a block -> function that writes the block."""
+"""For each page of docs/explanation, maps the mark of a block to the function that writes it."""

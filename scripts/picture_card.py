@@ -13,7 +13,7 @@ from matplotlib.path import Path as Curve
 
 from decoding.text import Step
 
-COLOURS = {  # role: in the light scheme, in the dark one
+COLOURS = {  # role: its colour in the light scheme, and in the dark scheme
     "card": ("#ffffff", "#0d1117"),
     "frame": ("#d1d9e0", "#30363d"),
     "band": ("#f3f5f8", "#161b22"),
@@ -31,7 +31,7 @@ LIGHT, DARK = ({role: pair[scheme] for role, pair in COLOURS.items()} for scheme
 GLYPH = 0.602  # width of a DejaVu Sans Mono character at size 1
 TREE_SIZE = 10.5
 LEAF, BOX = 25.0, 18.0
-GAPS = 26.0, 96.0  # least and most between two columns
+GAPS = 26.0, 96.0  # least and greatest distance between two columns
 
 
 @dataclass
@@ -74,7 +74,9 @@ def token_width(text: str, size: float) -> float:
 
 
 class Placed(NamedTuple):
-    """A node of the drawn tree: its text, role, place, and parent among the placed nodes (-1: the root)."""
+    """A node of the drawn tree: its text, role, place, and the index of its parent among the placed nodes (-1: the
+    root).
+    """
 
     text: str
     role: str
@@ -84,10 +86,9 @@ class Placed(NamedTuple):
 
 
 def place_tree(step: Step, texts: Sequence[str], left: float, right: float) -> list[Placed]:
-    """Place the nodes below the root between ``left`` and ``right``; the first leaf is at height 0, others are below.
-
-    ``texts``: the texts of the tree's nodes, then of the token that the target wrote after the last kept node. A node
-    is level with its kept child or, without one, with its first child.
+    """Place the nodes below the root between ``left`` and ``right``; the first leaf is at height 0, and the others are
+    below. ``texts``: the texts of the tree's nodes, followed by the text of the token that the target wrote after the
+    last kept node. A node is level with its kept child or, if it has none, with its first child.
     """
     assert step.tree is not None
     shape, path = step.tree.shape, (0, *step.path)

@@ -107,7 +107,7 @@ def _by_column(report: Report, rows: Iterable[Report], column: Callable[[Report]
 
 def conditions(report: Report) -> str:
     """Return target, prompts and machine of an evaluation."""
-    cut = f" ({report['prompts_cut']} too long, cut)" if report.get("prompts_cut") else ""
+    cut = f" ({report['prompts_cut']} of them cut to fit)" if report.get("prompts_cut") else ""
     return (
         f"{report['parameters'] / 1e6:.0f}M-parameter target in {report['dtype']}; {report['prompts']} prompts{cut}, "
         f"up to {report['max_new_tokens']} new tokens; {machine_of(report)}"
@@ -124,7 +124,9 @@ def _gain(row: Report) -> str:
 
 
 def served_table(report: Report) -> str:
-    """Return a row per engine, artefact and batch size: equal texts, and the counts of server and this project."""
+    """Return a row for each engine, artefact and batch size: the number of equal texts, and the counts of the server
+    and of this project.
+    """
 
     def compared(theirs: str, ours: str) -> str:
         return f"{theirs}, as here" if theirs == ours else f"{theirs}; here {ours}"
@@ -155,7 +157,7 @@ def served_table(report: Report) -> str:
 
 
 def verified_table(report: Report) -> str:
-    """Return a row per server of `benchmarks/verified.py`: the finding of each test, and the verdict."""
+    """Return a row for each server of `benchmarks/verified.py`: the finding of each test, and the verdict."""
 
     def cell(row: Report, *checks: str) -> str:
         found = [finding for finding in row["findings"] if finding["check"] in checks]
@@ -207,7 +209,7 @@ def evening_table(report: Report) -> str:
 
 
 def stored_by_token(report: Report) -> str:
-    """Return the bytes that trainers store per token of a text, and the day on which those of others were read."""
+    """Return the bytes that trainers store per token, and the day on which the figures of other trainers were read."""
     rows = ((what, " / ".join(f"{size:,}" for size in sizes)) for what, *sizes in report["stored"])
     read = f"Figures of other trainers were read on {report['read']} at the linked commits."
     return f"{table(('stored for each token (Qwen3-8B)', 'bytes'), rows, 1)}\n\n{read}"
@@ -230,7 +232,9 @@ def recipes_table(report: Report) -> str:
 
 
 def stored_sentence(report: Report) -> str:
-    """Return one sentence on what heads and drafts store for each token in int8, and what the last peer documents."""
+    """Return one sentence on what heads and drafts store for each token in int8, and on what the last other trainer
+    documents.
+    """
     (_, heads, *_), (_, draft, whole), *_, (peer, theirs) = report["stored"]
     return (
         f"Training needs no stored states. If you store the states of Qwen3-8B in int8, a token takes {heads:,} bytes "
@@ -243,7 +247,9 @@ def stored_sentence(report: Report) -> str:
 
 
 def headline(report: Report) -> str:
-    """Return one sentence on the trained drafter with the largest mean speed-up over the settings, and its training."""
+    """Return one sentence that names the trained drafter with the largest mean speed-up over the settings, and how it
+    was trained.
+    """
     gains: dict[str, dict[str, Report]] = {}
     for row in report["rows"]:
         if row["method"] in report["trained"]:
@@ -266,7 +272,7 @@ def accepted_table(report: Report) -> str:
 
 
 def gained_table(report: Report) -> str:
-    """Return speed-ups over plain decoding on the first target; in brackets over assisted generation."""
+    """Return speed-ups over plain decoding on the first target, with speed-ups over assisted generation in brackets."""
     target = next(iter(report["rows"][0]["speed"]), None) or "storyteller-11m"
 
     def cell(row: Report) -> str:
@@ -357,7 +363,7 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "accepted": {RESULTS: (("accepted", accepted_table), ("gained", gained_table))},
     "smollm2": {"README.md": (("headline", headline),), RESULTS: (("smollm2", short_table),)},
 }
-"""Name of a report -> page -> its marked blocks, each with the function that writes it."""
+"""For each name of a report, maps pages to their marked blocks, each with the function that writes the block."""
 PICTURES: dict[str, Callable[[Report], Picture]] = {"crossover": crossover_figure, "policies": policies_figure}
 MAKER = "scripts/publish_results.py"
 
@@ -379,7 +385,7 @@ def renewed(page: str, name: str, content: str, maker: str = MAKER) -> str:
 def main(source: str, name: str) -> None:
     """Copy the report; renew its blocks in the pages and its picture."""
     report = json.loads(Path(source).read_text())
-    for part in ("rows", "grid", "tasks"):  # "parallel" was a kind of draft that has left
+    for part in ("rows", "grid", "tasks"):  # "parallel" was a kind of draft that no longer exists
         if part in report:
             report[part] = [row for row in report[part] if not row.get("method", "").startswith("parallel")]
     pages = {}

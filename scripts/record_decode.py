@@ -3,9 +3,10 @@
 Usage: scripts/record_decode.py --target MODEL --drafter SPEC --prompt TEXT --report FILE.json --output FILE.svg
        scripts/record_decode.py --redraw --report FILE.json --output FILE.svg
 
-Both decodings are greedy and must write the same text. They alternate over several runs, and each step lasts its median
-seconds. The report contains all steps with hardware and commit. The picture shows only figures of the report, slowed
-down equally. FILE-narrow.svg, for narrow screens, shows one decoding above the other.
+Both decodings are greedy and must write the same text. The two decodings alternate over several runs, and the seconds
+of a step are the median of these runs. The report contains all steps, the hardware and the commit. The picture shows
+only figures of the report, slowed down equally. FILE-narrow.svg, for narrow screens, shows one decoding above the
+other.
 """
 
 # ruff: noqa: E402  # how threads wait is set before torch is imported
@@ -51,7 +52,7 @@ def _seconds(step: Step) -> tuple[float, float, float]:
 def told(
     steps: Sequence[Step], runs: Sequence[Sequence[Step]], tokenizer: PreTrainedTokenizerBase, eos: Sequence[int]
 ) -> dict[str, Any]:
-    """Return a run's entry in the report. Its seconds start at the first token; the prefill has a separate entry."""
+    """Return a run's entry in the report. The seconds count from the first token; the prefill has a separate entry."""
     tally, detokenizer, rows = Tally.of(steps), Detokenizer(tokenizer), []
     for step in steps:
         texts = ["" if token in eos else detokenizer.push(token) for token in step.tokens]
@@ -81,7 +82,7 @@ def record(options: argparse.Namespace) -> dict[str, Any]:
     prompt = encode_prompt(options.prompt, tokenizer, chat=True)
     engines = {"plain": Engine(model.target), "speculative": Engine(model.target, model.drafter)}
     runs: dict[str, list[list[Step]]] = {kind: [] for kind in engines}
-    for turn in range(1 + options.runs):  # the first turn warms up
+    for turn in range(1 + options.runs):  # the first turn is a warm-up
         for kind, engine in engines.items():
             runs[kind] += [list(engine.steps(prompt, config))] * (turn > 0)
     steps = {kind: median_steps(each) for kind, each in runs.items()}

@@ -1,8 +1,8 @@
 """Hook of the documentation site: makes links to repository files lead to pages that show these files.
 
 Links in the sources work within the repository: ``../../PAPERS.md``. A linked file outside docs/ is added to the site:
-Markdown as a page, JSON and pictures unchanged, other text as a listing. The site thus shows the files of its own
-commit and needs no repository address.
+Markdown becomes a page, JSON and pictures are copied unchanged, and other text becomes a listing. The site thus shows
+the files of its own commit and needs no repository address.
 """
 
 import posixpath

@@ -154,7 +154,7 @@ def _module(name: str) -> Any:
 
 
 def _attribute(section: type[BaseModel], name: str) -> tuple[str, str]:
-    """Return a key's type as written in the source, without the wrapping of its bounds, and its docstring."""
+    """Return a key's docstring, and its type as written in the source but without the wrapper that sets bounds."""
     for owner in section.__mro__:
         if name in inspect.get_annotations(owner):
             module = _module(owner.__module__)

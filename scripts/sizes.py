@@ -1,4 +1,5 @@
-"""Check that the project stays small: code lines (without blanks, comments, docstrings), words of pages, options.
+"""Check that the project stays small: lines of code (without blank lines, comments and docstrings), words of pages,
+options.
 
 Usage: python scripts/sizes.py; prints each size with its bound, and exits with 1 if a bound is exceeded.
 """

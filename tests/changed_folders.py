@@ -1,4 +1,4 @@
-"""Changes of stored drafts' folders, for tests of what is refused."""
+"""Functions that change the folders of stored drafts, for tests that such folders are rejected."""
 
 import json
 from collections.abc import Callable

@@ -8,9 +8,9 @@ from hypothesis_profiles import all_examples, in_fewest_combinations, register_p
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the fixtures, and torch with them; the process that only deals tests to others does without."""
+    """Load the fixtures, and with them torch, except in the process that only distributes tests to others."""
     register_profiles()
-    # A shell that starts the tests in the background has SIGINT ignored, in every process they start too.
+    # A shell that starts the tests in the background makes them, and every process that they start, ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     only_deals = config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
     if not only_deals:
@@ -27,6 +27,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave modules and collected tests out of every later garbage collection: they stay until the end."""
+    """Exclude modules and collected tests from later garbage collections, because they stay in memory until the end."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""A distillation objective on tiny models, and the loss it must have by the readable formulas."""
+"""A distillation objective on tiny models, and the loss that the readable formulas give for it."""
 
 from typing import Any
 
@@ -17,18 +17,19 @@ from trainer.learning.objective import TermSums
 from trainer.recipe.draft import DraftSection
 
 EXAMPLES = (Example((3, 1, 4, 1, 5, 9, 2, 6), (False,) * 4 + (True,) * 4, 4), Example((2, 7, 1, 8), (True,) * 4, 0))
-"""Positions 3 to 6 of the first text predict its answer, 0 to 2 of the second all but its first token: 7 labels."""
+"""Positions 3 to 6 of the first text predict its answer; positions 0 to 2 of the second text predict all but its first
+token. Together these are 7 labels."""
 
 
 def objective_for(model: PreTrainedModel, words: tuple[str, ...] = WORDS, **section: Any) -> DistillObjective:
-    """A draft of a tiny target's first layer, unless the section says otherwise."""
+    """Make the objective of a draft that is the first layer of a tiny target, unless the section says otherwise."""
     target, parsed, tokenizer = CausalLM(model), DraftSection.model_validate(section), tiny_tokenizer(words=words)
     initial = initial_draft(target, tokenizer, parsed, EXAMPLES)
     return DistillObjective(target, OnlineTeacher(target), tokenizer, initial, parsed)
 
 
 def sums_of(objective: DistillObjective, batch: Batch) -> TermSums:
-    """One forward pass, without dropout."""
+    """Run one forward pass without dropout; return the sums."""
     inputs = objective.inputs(batch, step=0)
     objective.module.eval()
     sums: TermSums = objective.module(*inputs)
@@ -36,13 +37,13 @@ def sums_of(objective: DistillObjective, batch: Batch) -> TermSums:
 
 
 def labelled_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """A model's own logits at the labelled positions, row by row."""
+    """Return a model's logits at the labelled positions, row by row."""
     logits: Tensor = model(**batch.model_inputs(), use_cache=False).logits
     return logits[batch.labelled(1)]
 
 
 def expected_loss(draft: PreTrainedModel, target: PreTrainedModel, batch: Batch, weights: dict[Any, float]) -> Tensor:
-    """Σ weight · divergence between the two models' own logits, by the readable formulas."""
+    """Compute Σ weight · divergence between the logits of the two models by the readable formulas."""
     with torch.no_grad():
         wanted = labelled_logits(target, batch)
     own = labelled_logits(draft, batch)
@@ -50,7 +51,7 @@ def expected_loss(draft: PreTrainedModel, target: PreTrainedModel, batch: Batch,
 
 
 class AllOnDisk:
-    """A teacher whose best logits are all there are, so that nothing is left to sample."""
+    """A teacher that stores all logits as the best ones, so that nothing is left to sample."""
 
     def __init__(self, target: PreTrainedModel) -> None:
         self._target = target

@@ -1,4 +1,4 @@
-"""Every drafter of the project on tiny models, and checks of the promises that all of them keep."""
+"""Every drafter of the project on tiny models, and checks of the promises that all drafters must keep."""
 
 import copy
 import random
@@ -46,7 +46,9 @@ FEW = (0, 2, 3)
 def nudged_heads(
     target: CausalLM, markov_rank: int = 0, count: int = 2, writes: Sequence[int] | None = None
 ) -> MedusaHeads:
-    """Heads that say nearly what the target's lm_head says, right now and then; a bias hears the token before."""
+    """Make heads that predict almost like the target's lm_head, so they are sometimes right; a bias reads the previous
+    token.
+    """
     shared, few = writes is not None, None if writes is None else len(writes)
     sizes = target.hidden_size, target.vocab_size, count, 1, ((0,),), shared, markov_rank
     heads = MedusaHeads.for_target(target.model, MedusaConfig(*sizes, draft_vocab_size=few))
@@ -60,7 +62,9 @@ def nudged_heads(
 
 
 def nearly(draft: CausalLM) -> CausalLM:
-    """A smaller draft for a draft: a copy whose lm_head is mixed with noise, which is often right and often wrong."""
+    """Make a smaller draft for a draft: a copy whose lm_head is mixed with noise, so that it is often right and often
+    wrong.
+    """
     model = copy.deepcopy(draft.model)
     weight = model.get_output_embeddings().weight
     with torch.no_grad():
@@ -97,12 +101,12 @@ DRAFTERS: dict[str, Callable[[CausalLM, CausalLM], Drafter]] = {
         DSparkDrafter(tiny_dspark(target, 3), tree=TREE), PromptLookupDrafter(4)
     ),
 }
-"""A drafter of each kind, by target and draft."""
+"""Functions from a target and a draft to a drafter of each kind."""
 OF_A_DRAFT = ["chain", "likeliest chain", "draft tree", "cascade", "likeliest cascade"]
 
 
 def hidden_before(target: CausalLM, text: Sequence[int]) -> Tensor:
-    """Return the input of the lm_head from which a text's last token was written, zero for a first token."""
+    """Return the input of the lm_head from which the last token of a text was written; zeros for a first token."""
     if len(text) == 1:
         return torch.zeros(target.hidden_size)
     with torch.inference_mode():
@@ -129,7 +133,7 @@ def opened(
 
 
 class Follower:
-    """A session that is asked as the loop asks: with the target's states at the tokens since a row's last request."""
+    """A session that is called as in the loop: with the target's states at the tokens since a row's last request."""
 
     def __init__(
         self, drafter: Drafter, target: CausalLM, sampling: SamplingConfig | None = None, seed: int = 0, rows: int = 1
@@ -158,7 +162,9 @@ def paths(tree: TokenTree) -> set[tuple[int, ...]]:
 
 
 def accept_some(proposal: Proposal, chance: random.Random, vocab: int = 16) -> list[int]:
-    """Return a random path of the tree and a token after it, perhaps a rejected one, as lossy rules may write."""
+    """Return a random path of the tree and a token after it, which may be a rejected one, because lossy rules may write
+    such a token.
+    """
     tree = proposal.tree
     node = chance.randrange(len(tree))
     refused = [tree.token_list[child] for child in tree.shape.children[node]]
@@ -168,7 +174,7 @@ def accept_some(proposal: Proposal, chance: random.Random, vocab: int = 16) -> l
 
 def assert_same(proposal: Proposal, wanted: Proposal) -> None:
     assert proposal.tree.token_list == wanted.tree.token_list and proposal.tree.shape == wanted.tree.shape
-    if len(wanted.tree) == 1:  # nothing drafted: of no kind
+    if len(wanted.tree) == 1:  # nothing was drafted, so the kind does not matter
         return
     assert proposal.kind is wanted.kind
     if wanted.q is not None:
@@ -228,7 +234,9 @@ def check_greedy(target: CausalLM, drafter: Drafter, count: int = 12) -> None:
 
 
 def check_static_shapes(target: CausalLM, drafter: Drafter, sampling: SamplingConfig) -> None:
-    """With static shapes a drafter writes the same texts with the same accepted tokens, and some are accepted."""
+    """Check that with static shapes a drafter writes the same texts with the same accepted tokens, of which there are
+    some.
+    """
     prompts, config = [[3, 1, 4], [5], [9, 2, 6, 5, 3]], DecodingConfig(24, sampling)
     found = [
         [
@@ -241,14 +249,16 @@ def check_static_shapes(target: CausalLM, drafter: Drafter, sampling: SamplingCo
 
 
 def check_to_the_last_position(target: CausalLM, drafter: Drafter) -> None:
-    """A text that ends at the last of a target's 80 positions is plain greedy."""
+    """Check that a text which ends at the last of a target's 80 positions equals plain greedy decoding."""
     prompts = [[1, 2, 3], list(range(16)) * 4]
     texts = Engine(target, drafter).decode(prompts, DecodingConfig(16), batch_size=2)
     assert [text.tokens for text in texts] == [naive_greedy(target.model, prompt, 16) for prompt in prompts]
 
 
 def check_text_of_the_seed(target: CausalLM, drafter: Drafter) -> None:
-    """Check that sampled verify, which draws once per token from its own stream, writes plain decoding's text."""
+    """Check that sampled verification, which draws once per token from a separate stream, writes the text of plain
+    decoding.
+    """
     config = DecodingConfig(20, SamplingConfig(1.2, top_p=0.9, repetition_penalty=1.3), SAMPLED_VERIFY, seed=7)
     drafted = Engine(target, drafter).decode(PROMPTS, config, batch_size=3)
     plain = Engine(target).decode(PROMPTS, replace(config, rule=None), batch_size=3)

@@ -1,4 +1,4 @@
-"""A DSpark draft's objective on tiny models, and its losses by one plain forward pass for each anchor."""
+"""The objective of a DSpark draft on tiny models, and its losses computed by one plain forward pass for each anchor."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,11 +22,12 @@ TEXTS = (
     Example((3, 1, 4, 1, 5, 9, 2, 6, 5, 3), (False,) * 4 + (True,) * 6, 4),
     Example((2, 7, 1, 8, 2, 8), (True,) * 6, 0),
 )
-"""Positions 3 to 8 of the first text predict its answer, 0 to 4 of the second all but its first token: 11 labels."""
+"""Positions 3 to 8 of the first text predict its answer; positions 0 to 4 of the second text predict all but its first
+token. Together these are 11 labels."""
 TURNS = Example((3, 1, 4, 1, 5, 9, 2, 6, 5, 3), (False, False, True, True, True, False, True, True, True, True), 2)
-"""Token 5 is no answer's."""
+"""Token 5 belongs to no answer."""
 MASK = "l"
-"""Token 15, which no text here holds."""
+"""Token 15, which occurs in no text here."""
 
 
 def section_of(
@@ -50,7 +51,7 @@ def section_of(
 
 
 def objective_for(model: PreTrainedModel, states: OnlineTarget | None = None, **section: Any) -> DSparkObjective:
-    """A draft whose weights are random where a start would have zeros and ones."""
+    """Make the objective of a draft with random weights in the places where a new draft has zeros and ones."""
     parsed, target = section_of(**section), CausalLM(model)
     torch.manual_seed(3)
     draft = initial_dspark(target, tiny_tokenizer(), parsed, TEXTS)
@@ -63,7 +64,9 @@ def objective_for(model: PreTrainedModel, states: OnlineTarget | None = None, **
 def reference_terms(
     objective: Any, target: PreTrainedModel, kind: Any, logits_after: Callable[..., Tensor] = logits_after
 ) -> list[Tensor]:
-    """Σ divergence at each depth: each anchor's block by a forward of its own, behind its text alone."""
+    """Compute Σ divergence at each depth, with a separate forward pass for the block of each anchor after its text
+    alone.
+    """
     blocks, draft, model = objective.prefetch(collate(TEXTS), 0).blocks, objective.module.draft, CausalLM(target)
     terms = [torch.zeros((), dtype=torch.float64) for _ in objective.terms]
     for row, example in enumerate(TEXTS):

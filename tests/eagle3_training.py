@@ -1,4 +1,4 @@
-"""An EAGLE-3 draft's objective on tiny models."""
+"""The objective of an EAGLE-3 draft on tiny models."""
 
 from typing import Any
 
@@ -26,7 +26,9 @@ def eagle3_section(
 
 
 def eagle3_for(model: PreTrainedModel, states: OnlineTarget | None = None, **section: Any) -> Eagle3Objective:
-    """A draft whose weights are random where a start would have ones and the target's rows."""
+    """Make the objective of a draft with random weights in the places where a new draft has ones and rows of the
+    target.
+    """
     parsed, target = eagle3_section(**section), CausalLM(model)
     torch.manual_seed(3)
     draft = initial_eagle3(target, tiny_tokenizer(), parsed, TEXTS)

@@ -1,4 +1,4 @@
-"""Each rule of the project on each small draft, enumerated once for all tests."""
+"""Enumerations of each rule of the project on each small draft, computed once for all tests."""
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable
@@ -13,7 +13,7 @@ from decoding.rules.verify import RULES
 Outcome = TypeVar("Outcome", bound=Hashable)
 
 LOSSY = 1e-6
-"""Least distance of a broken rule from the target."""
+"""A broken rule has at least this distance from the target."""
 
 
 def distribution(program: Callable[[RandomSource], Outcome]) -> dict[Outcome, float]:

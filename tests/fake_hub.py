@@ -1,6 +1,6 @@
 """A server on the loopback that speaks the Hub's protocol: uploads, downloads by revision, and faults on demand.
 
-Large files come from another host than the Hub, as the real ones do, and that host must never see the token.
+As on the real Hub, large files come from another host, which must never see the token.
 """
 
 import base64
@@ -37,7 +37,7 @@ class Request:
 
     @property
     def token(self) -> str | None:
-        """The token that was sent; None without one."""
+        """The token that was sent; None if there was none."""
         sent = {name.lower(): value for name, value in self.headers.items()}.get("authorization")
         return None if sent is None else sent.removeprefix("Bearer ")
 
@@ -51,7 +51,7 @@ class Answer(NamedTuple):
 
 @dataclass
 class Repository:
-    """Files by branch, tag or commit; a commit's name is the digest of its files."""
+    """Files by branch, tag or commit; the name of a commit is the digest of its files."""
 
     visibility: str = "private"
     gated: bool = False
@@ -62,7 +62,7 @@ class Repository:
         self.commit({})
 
     def commit(self, files: dict[str, bytes], branch: str = "main") -> str:
-        """Make ``files`` the content of a branch; returns the commit hash."""
+        """Make ``files`` the content of a branch; return the commit hash."""
         listed = repr([(name, hashlib.sha256(content).hexdigest()) for name, content in sorted(files.items())])
         name = hashlib.sha1(f"{self.refs.get(branch)} {listed}".encode()).hexdigest()
         self.commits[name], self.refs[branch] = dict(files), name
@@ -90,7 +90,7 @@ def _git_oid(content: bytes) -> str:
 
 @dataclass
 class FakeHub:
-    """Answers like the Hub, or with ``failures[path]`` instead: (status, message[, headers])."""
+    """A server that answers like the Hub, or with ``failures[path]`` instead: (status, message[, headers])."""
 
     address: str = ""
     requests: list[Request] = field(default_factory=list)
@@ -98,14 +98,15 @@ class FakeHub:
     blobs: dict[str, bytes] = field(default_factory=dict)
     failures: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     drops: dict[str, list[str]] = field(default_factory=dict)
-    """Connections to cut, by the beginning of a path, one a request: before its ``answer`` though the
-    work is done, or in the middle of its ``content``; None spares a request."""
+    """Connections to cut, by the beginning of a path, one entry per request: before the ``answer``, though the work is
+    done, or in the middle of the ``content``; None lets a request succeed.
+    """
 
     # --- the repository of the uploads ---
 
     @property
     def visibility(self) -> str | None:
-        """None before it exists."""
+        """None before the repository exists."""
         return self.repositories[REPOSITORY].visibility if REPOSITORY in self.repositories else None
 
     @visibility.setter
@@ -121,7 +122,7 @@ class FakeHub:
         self.repositories.setdefault(REPOSITORY, Repository()).commit(value)
 
     def asked(self, part: str) -> list[str]:
-        """Return method and path of the requests whose path has this part."""
+        """Return method and path of the requests whose path contains this part."""
         return [f"{r.method} {r.path.split('?')[0]}" for r in self.requests if part in r.path]
 
     # --- answers ---
@@ -236,7 +237,7 @@ class FakeHub:
 
     @staticmethod
     def split(found: Repository, rest: str) -> Iterator[tuple[str, str]]:
-        """Yield (commit, path) of REVISION/PATH; a revision may hold slashes."""
+        """Yield (commit, path) of REVISION/PATH; a revision may contain slashes."""
         for revision in [*found.refs, *found.commits]:
             if rest.startswith(f"{revision}/"):
                 yield str(found.resolved(revision)), rest.removeprefix(f"{revision}/")
@@ -266,7 +267,7 @@ class FakeHub:
         for wanted in request.json["objects"]:
             oid = wanted["oid"]
             if oid in self.blobs:
-                objects.append(wanted)  # nothing is to be done
+                objects.append(wanted)  # there is nothing to do
                 continue
             objects.append({**wanted, "actions": {"upload": {"href": f"{self.address}/storage/{oid}"}}})
         return Answer(200, {"transfer": "basic", "objects": objects})
@@ -308,7 +309,7 @@ def ranged(request: Request, content: bytes, headers: dict[str, str]) -> Answer:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # or every answer waits 40 ms for an acknowledgement
+    disable_nagle_algorithm = True  # otherwise every answer would wait 40 ms for an acknowledgement
     fake: FakeHub
 
     def handle_any(self) -> None:
@@ -352,7 +353,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serve() -> Iterator[FakeHub]:
-    """A fake Hub behind real HTTP, for as long as the context lasts."""
+    """Serve a fake Hub over real HTTP while the context lasts."""
     fake = FakeHub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": fake}))
     server.daemon_threads = True
@@ -368,19 +369,19 @@ def serve() -> Iterator[FakeHub]:
 
 
 def folder_on(hub: FakeHub, repo_id: str, folder: Path, visibility: str = "public", branch: str = "main") -> str:
-    """Put the files of a folder on the Hub; returns the commit hash."""
+    """Put the files of a folder on the Hub; return the commit hash."""
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     return hub.repositories.setdefault(repo_id, Repository(visibility)).commit(files, branch)
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
-    """Start a fake Hub in place of the real one, with an empty cache; nobody sleeps before a second attempt."""
+    """Start a fake Hub in place of the real one, with an empty cache and no waiting before second attempts."""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     with serve() as fake:
-        # huggingface_hub reads its variables when it is imported, which some other test may have done by now.
+        # huggingface_hub reads its variables on import, and another test may have imported it already.
         here = {
             "ENDPOINT": fake.address,
             "HUGGINGFACE_CO_URL_TEMPLATE": fake.address + "/{repo_id}/resolve/{revision}/{filename}",

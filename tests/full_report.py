@@ -1,4 +1,4 @@
-"""A report that has every part, with figures that a person can check."""
+"""A report with every part, whose figures can be checked by hand."""
 
 from typing import Any
 
@@ -10,18 +10,18 @@ TASKS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "ra
 HEADS, DRAFT, LOOKUP, PEER = "heads, tree of 12", "draft model, 4 tokens", "prompt lookup", "transformers generate"
 SPEEDS = {"plain": 1.0, PEER: 0.9, HEADS: 2.0, DRAFT: 2.5, LOOKUP: 1.2}
 LOSSES = {"plain": 0.0, PEER: 0.0, HEADS: 0.4, DRAFT: 0.25, LOOKUP: 0.15}
-"""Speed-up that a method loses for each doubling of the batch size, at 512 tokens of context."""
+"""Speed-up that each method loses when the batch size doubles, at a context of 512 tokens."""
 SHORTENED = {512: 1.0, 8192: 0.4}
-"""Factor of a speed-up at a context."""
+"""Factor of a speed-up, by context."""
 COUNTS = {HEADS: {0: 40, 1: 30, 2: 20, 3: 10}, DRAFT: {0: 20, 1: 20, 2: 20, 3: 20, 4: 20}, LOOKUP: {0: 90, 8: 10}}
-"""Target passes by accepted draft tokens, 100 of each method."""
+"""Number of target passes by number of accepted drafted tokens; each method has 100 passes."""
 ENDED_IN_DRAFT = 5
-"""Passes whose text ended one token inside the draft."""
+"""Number of passes whose text ended one token inside the draft."""
 DRAFTS = {HEADS: "deterministic", DRAFT: "sampled", LOOKUP: "deterministic"}
 
 
 def estimate(value: float | None, wide: float = 0.1, observations: int = 80) -> Report:
-    """An estimate with an interval of ``wide`` of the value to either side."""
+    """Make an estimate whose interval reaches the share ``wide`` of the value to either side."""
     ends = (None, None) if value is None else (value * (1 - wide), value * (1 + wide))
     return {"value": value, "low": ends[0], "high": ends[1], "observations": observations}
 
@@ -35,7 +35,7 @@ def spread(value: float) -> Report:
 
 
 def row(setting: str, method: str, batch: int = 1, context: int | None = 512, factor: float = 1.0) -> Report:
-    """A row of one cell; speed-ups fall with batch and context, and are a fifth lower where sampled."""
+    """Make a row of one cell; speed-ups fall with batch size and context, and are a fifth lower in sampling."""
     gained = (SPEEDS[method] - LOSSES[method] * (batch.bit_length() - 1)) * SHORTENED[context or 512] * factor
     speed = 1.0 if method == "plain" else gained * (1.0 if setting == "greedy" else 0.8)
     drafter = method if method in COUNTS else None
@@ -89,7 +89,7 @@ def _acceptance(method: str, speed: float) -> Report:
 
 
 def full_report(**changes: Any) -> Report:
-    """A report over two settings, three batch sizes, two contexts and six tasks."""
+    """Make a report with two settings, three batch sizes, two contexts and six tasks."""
     rows = [row(setting, method) for setting in SETTINGS for method in SPEEDS]
     rows += [
         {**row("T=1, typical", method), "label": "lossy", "rule": "typical acceptance"} for method in (HEADS, DRAFT)
@@ -141,7 +141,9 @@ def full_report(**changes: Any) -> Report:
 
 
 def renamed(report: Report, name: str) -> Report:
-    """The report with ``name`` in every place for text of others' making; methods, settings and tasks stay apart."""
+    """Return the report with ``name`` in every place for text by other people; methods, settings and tasks stay
+    distinct.
+    """
 
     def new(row: Report) -> Report:
         method = row["method"]

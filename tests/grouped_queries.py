@@ -1,7 +1,6 @@
-"""One check for every device and dtype: trees over a cache whose keys serve four queries each, beside plain attention.
-
-Head size 128, as large models have it, and an odd number of keys, whose masks no kernel finds aligned. The fast tests
-run it on the CPU, so that its own logic is known to be right where a GPU runs it.
+"""One check for every device and dtype: trees over a cache whose keys serve four queries each, compared with plain
+attention. The head size is 128, as in large models, and the number of keys is odd, so that masks are not aligned. The
+fast tests run this check on the CPU, which shows that the check itself is right before a GPU runs it.
 """
 
 import copy
@@ -18,14 +17,16 @@ PREFIXES = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6
 TREE = TreeShape((-1, 0, 0, 1, 1, 2))
 TOKENS = (9, 2, 6, 5, 3, 8)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.01}
-"""Of the largest logit: three times what rounding comes to on a CPU."""
+"""Relative to the largest logit: three times the rounding error on a CPU."""
 
 
 def check_grouped_queries(device: str, dtype: torch.dtype) -> None:
-    """Rows of other lengths and of the same; the second pass stands on keys that the first one's commit moved."""
+    """Check rows of different and of equal lengths; the second pass reads keys that the commit of the first pass
+    moved.
+    """
     torch.manual_seed(0)
     changes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
-    changes |= {"initializer_range": 0.2}  # scores that are not so far apart that rounding chooses between keys
+    changes |= {"initializer_range": 0.2}  # scores are not so far apart that rounding would choose between keys
     model = tiny_model("llama", seed=2, attention="sdpa", **changes).to(device, dtype)  # type: ignore[call-overload]
     plain = tiny_model("llama", seed=2, attention="eager", **changes)
     plain.load_state_dict({name: tensor.float().cpu() for name, tensor in model.state_dict().items()})
@@ -45,7 +46,7 @@ def check_grouped_queries(device: str, dtype: torch.dtype) -> None:
 
 
 def _one_by_one(plain: torch.nn.Module, text: list[int]) -> Tensor:
-    """Each node's logits, (nodes, vocab), of a pass over the text and the node's own path alone."""
+    """Return each node's logits, (nodes, vocab), from a pass over only the text and the path to the node."""
     rows = []
     for node in range(len(TREE)):
         path = [TOKENS[0], *(TOKENS[ancestor] for ancestor in TREE.path(node))]
@@ -58,5 +59,5 @@ def _compare(found: Tensor, expected: Tensor, tolerance: float) -> None:
     allowed = tolerance * float(expected.abs().max())
     error = float((found - expected).abs().max())
     assert error <= allowed, f"logits are off by {error:.4g} where rounding explains {allowed:.4g}"
-    # The nodes differ by more than that, or no mistake in a mask could show.
+    # The nodes differ by more than the tolerance; otherwise a mistake in a mask would not show.
     assert float((expected[1:] - expected[:-1]).abs().amax(-1).min()) > 2 * allowed

@@ -13,14 +13,16 @@ _COMMON = {"deadline": None, "derandomize": True, "database": None}
 
 
 def register_profiles() -> None:
-    """Profiles ``thorough``, for ``--hypothesis-profile``, and ``quick``, which is loaded."""
+    """Register the profiles ``thorough``, for ``--hypothesis-profile``, and ``quick``, which is loaded by default."""
     settings.register_profile("thorough", max_examples=ALL, **_COMMON)
     settings.register_profile("quick", max_examples=FEW, **_COMMON)
     settings.load_profile("quick")
 
 
 def examples(count: int) -> settings:
-    """Settings of a test that needs ``count`` examples where others need `ALL`; a fifth of them in `make check`."""
+    """Return the settings of a test that needs ``count`` examples instead of `ALL`;
+    `make check` runs a fifth of them.
+    """
     return settings(max_examples=max(count * settings.default.max_examples // ALL, 2))
 
 

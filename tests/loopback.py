@@ -1,4 +1,4 @@
-"""A server on the loopback that completes prompts of token ids with an engine of this process, right or faulty."""
+"""A server on the loopback that completes prompts of token ids with an engine of this process, which may be faulty."""
 
 import threading
 from collections.abc import Iterator
@@ -11,16 +11,16 @@ from decoding.generate import DecodingConfig, Engine
 from decoding.rules.sampling import SamplingConfig
 
 NAME = "loopback"
-"""Name of the model that it serves."""
+"""Name of the served model."""
 
 
 @contextmanager
 def served(engine: Engine, eos_token_ids: tuple[int, ...] = (), heat: float = 1.0) -> Iterator[str]:
-    """Serve the engine until the end of the context; yields the address.
+    """Serve the engine until the end of the context; yield the address.
 
-    ``heat`` multiplies the temperature that is asked for: other than 1 it is a fault.
+    ``heat`` multiplies the requested temperature; any value except 1 is a fault.
     """
-    turn = threading.Lock()  # hooks on the model serve one pass at a time
+    turn = threading.Lock()  # because of the hooks on the model, only one pass may run at a time
 
     def script(request: Request) -> Reply:
         with turn:

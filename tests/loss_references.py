@@ -1,4 +1,4 @@
-"""Inputs of the losses, and what `fused_loss` computes in chunks: of all logits at once and by autograd."""
+"""Inputs of the losses, and reference values of `fused_loss`, computed by autograd from all logits at once."""
 
 from collections.abc import Callable
 from typing import Any, get_args
@@ -21,7 +21,7 @@ MIXES: tuple[dict[Term, float], ...] = (
 
 
 def inputs(dtype: torch.dtype = torch.float64, outputs: int = VOCAB) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, an lm_head, and labels from the whole vocabulary."""
+    """Make hidden states, an lm_head, and labels from the whole vocabulary."""
     hidden = torch.randn(TOKENS, HIDDEN, dtype=dtype, requires_grad=True)
     weight = torch.randn(outputs, HIDDEN, dtype=dtype, requires_grad=True)
     return hidden, weight, torch.randint(0, VOCAB, (TOKENS,))
@@ -36,7 +36,9 @@ def gradients(loss: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
 
 
 class Anew(torch.autograd.Function):
-    """A loss that is computed again for each backward: gradcheck asks a graph twice, and `fused_loss` answers once."""
+    """A loss that is computed again for each backward pass, because gradcheck runs two of them and `fused_loss` allows
+    one.
+    """
 
     @staticmethod
     def forward(ctx: Any, loss_of: Callable[..., Tensor], *given: Tensor) -> Tensor:
@@ -53,20 +55,20 @@ class Anew(torch.autograd.Function):
 
 
 def assert_same(loss: Tensor, expected: Tensor, *of: Tensor, tolerance: float = 1e-10) -> None:
-    """Two losses and their gradients."""
+    """Compare two losses and their gradients."""
     assert torch.allclose(loss, expected, rtol=0, atol=tolerance)
     for ours, theirs in zip(gradients(loss, *of), gradients(expected, *of), strict=True):
         assert torch.allclose(ours, theirs, rtol=0, atol=tolerance)
 
 
 def a_teacher(dtype: torch.dtype = torch.float64) -> tuple[HiddenTeacher, Tensor]:
-    """A teacher, and its logits."""
+    """Make a teacher; return it with its logits."""
     hidden, weight = torch.randn(TOKENS, HIDDEN + 1, dtype=dtype), torch.randn(VOCAB, HIDDEN + 1, dtype=dtype)
     return HiddenTeacher(hidden, weight), hidden @ weight.T
 
 
 def all_logits(logits: Tensor) -> HiddenTeacher:
-    """A teacher that gives these."""
+    """Make a teacher with these logits."""
     return HiddenTeacher(logits, torch.eye(logits.shape[1], dtype=logits.dtype))
 
 
@@ -80,10 +82,10 @@ def divergence(
 ) -> Float[Tensor, ""]:
     """Return the sum over tokens of the divergence between the target's p and the draft's q, both softmaxed in fp32.
 
-    ``tokens[i]`` is the target's token that the draft's output i stands for; without it, token i.
+    ``tokens[i]`` is the token of the target for which the draft's output i stands; the default is token i.
     """
     wide = torch.float64 if draft_logits.dtype == torch.float64 else torch.float32
-    # The log of a probability of 0 is the smallest finite number: times 0 it gives 0, not nan.
+    # For the log of 0 the smallest finite number is used, because 0 times that number is 0 and not NaN.
     lowest = torch.finfo(wide).min
     log_q = (draft_logits.to(wide) / temperature).log_softmax(-1).clamp(min=lowest)
     log_p = (target_logits.to(wide) / temperature).log_softmax(-1).clamp(min=lowest)
@@ -101,7 +103,7 @@ def divergence(
 def reference(
     logits: Tensor, labels: Tensor, mix: LossMix, target_logits: Tensor, tokens: Tensor | None = None
 ) -> Tensor:
-    """What `fused_loss` computes from the draft's logits and all of the target's."""
+    """Compute the same as `fused_loss` from the draft's logits and all logits of the target."""
     draft, target = logits / mix.temperature, target_logits / mix.temperature
     total = torch.zeros((), dtype=logits.dtype)
     for term, factor in mix.weights.items():

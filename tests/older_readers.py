@@ -1,4 +1,4 @@
-"""Drafts whose rotary embeddings are not the default ones."""
+"""Drafts with rotary embeddings that differ from the default."""
 
 from typing import Any
 
@@ -42,4 +42,4 @@ DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox, half": ("gpt-neox", {"rope_parameters": rope("linear", factor=4.0, partial_rotary_factor=0.5)}),
     "olmo2, linear": ("olmo2", {"rope_parameters": rope("linear", factor=4.0)}),
 }
-"""Name -> family of `tiny_models`, changes to its config."""
+"""Maps names to a family of `tiny_models` and changes to its config."""

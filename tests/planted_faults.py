@@ -1,6 +1,6 @@
-"""Faults planted into an engine, to see that the proof catches each: the published ones, and those of servers.
+"""Faults planted into an engine, each of which `verify` must catch: published faults, and faults of servers.
 
-The target drafts for itself at a lower temperature, so that any model will do: its drafts are likely, and not all of
+The target drafts for itself at a lower temperature, so any model can be used: its drafts are likely, but not all of
 them are kept.
 """
 
@@ -25,14 +25,15 @@ from decoding.rules.tree import Proposal, ProposalKind, TokenTree
 from decoding.rules.verify import Rule, Verdict
 
 _COLDER = 0.4
-"""Temperature of the target's drafts over that of its own tokens: they are surer than it is, as trained drafts are."""
+"""Temperature of the target's drafts divided by the temperature of its tokens. Drafts are more certain than the target,
+as trained drafts are."""
 _TOP_P = 0.7
 _DEPTH = 3
 
 
 @dataclass(frozen=True, eq=False)
 class Planted:
-    """An engine with a fault, or a right one, and the reference that its texts are compared with."""
+    """An engine, correct or with a fault, and the reference with which its texts are compared."""
 
     name: str
     reference: Reference
@@ -41,7 +42,10 @@ class Planted:
 
 
 def planted(target: CausalLM, sampling: SamplingConfig, eos: tuple[int, ...], batch_size: int) -> list[Planted]:
-    """Make the right engines, then one for each fault. ``eos`` must end some texts; ``sampling`` must not be greedy."""
+    """Make the correct engines, followed by one engine for each fault.
+
+    ``eos`` must end some texts; ``sampling`` must not be greedy.
+    """
     config = DecodingConfig(sampling=sampling, eos_token_ids=eos)
     reference = Reference(target, sampling, eos)
     cut = replace(sampling, top_p=_TOP_P)
@@ -83,10 +87,10 @@ def _flatter(q: Tensor) -> Tensor:
 
 
 class Disturbed(Drafter):
-    """A target's own chains, drawn at a lower temperature; greedy ones have every other token wrong.
+    """Chains drawn from the target at a lower temperature; in greedy chains every other token is wrong.
 
-    ``altered`` changes the q that is recorded, ``top_p`` cuts the q that is drawn from. ``argmax`` drafts the best
-    token and claims that it was drawn, at the target's temperature: a fault of servers.
+    ``altered`` changes the q that is recorded, and ``top_p`` cuts the q from which tokens are drawn. ``argmax`` drafts
+    the best token but claims that it was drawn at the target's temperature, which is a fault of servers.
     """
 
     name = "disturbed"
@@ -143,7 +147,7 @@ class _DisturbedSession(DraftSession):
 
 
 def _without_residual(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
-    """Verify a chain as token rejection does, but write from p itself after a refusal."""
+    """Verify a chain like token rejection, but draw from p itself after a rejection."""
     assert proposal.q is not None
     for node, token in enumerate(proposal.tree.token_list[1:], start=1):
         if not source.accept(float(p[node - 1, token] / proposal.q[node - 1, token])):
@@ -161,7 +165,7 @@ class _StaleTarget(CausalLM):
 
 
 class _StaleCache(PreallocatedCache):
-    """A cache that puts the key of the first refused token of a block in place of the last kept one's."""
+    """A cache in which the key of a block's first rejected token replaces the key of its last kept token."""
 
     @torch.inference_mode()
     def commit(self, row: int, start: int, kept: Sequence[int]) -> None:
@@ -177,7 +181,9 @@ class _StaleCache(PreallocatedCache):
 
 
 def tiny_target(seed: int = 5) -> CausalLM:
-    """Make a random Llama of two layers and 16 tokens, in fp32, whose next tokens are neither certain nor even."""
+    """Make a random Llama of two layers and 16 tokens, in fp32, whose next tokens are neither certain nor equally
+    likely.
+    """
     config = LlamaConfig(
         vocab_size=16,
         hidden_size=16,
@@ -204,7 +210,9 @@ def tiny_prompts(count: int = 16, seed: int = 0) -> list[tuple[int, ...]]:
 
 
 def usual_end(target: CausalLM, sampling: SamplingConfig, prompts: Sequence[tuple[int, ...]], length: int) -> int:
-    """Return the token that nearest to half of the texts hold, greedy and sampled: as an EOS it ends these."""
+    """Return the token that occurs in about half of the greedy and sampled texts, so that as an EOS it ends these
+    texts.
+    """
     writer = EngineWriter(Engine(target), DecodingConfig(sampling=sampling), batch_size=len(prompts))
     texts = [text for greedy in (True, False) for text in writer.write(prompts, length, greedy, seed=0)]
     holding = Counter(token for text in texts for token in set(text.tokens))

@@ -1,4 +1,4 @@
-"""A program on a separate terminal, as a user sees it: keys go in, and everything that is printed comes out."""
+"""A program on a separate terminal, as a user sees it, with keys as input and everything printed as output."""
 
 import fcntl
 import os
@@ -26,11 +26,13 @@ class PseudoTerminal:
         self.output = b""
 
     def press(self, keys: bytes) -> None:
-        """Type; Ctrl-C becomes SIGINT by the terminal's own hand."""
+        """Type the keys; the terminal itself turns Ctrl-C into SIGINT."""
         os.write(self._master, keys)
 
     def wait_for(self, text: str) -> bytes:
-        """Read until this text comes, after the last one that was waited for; return what was printed up to it."""
+        """Read until this text is printed, after the previous text that was awaited; return what was printed up to its
+        end.
+        """
         wanted = text.encode()
         while (found := self.output.find(wanted, self._read)) < 0:
             assert self._more(), f"ended before {text!r}: {self.output[-2000:]!r}"
@@ -68,7 +70,7 @@ class PseudoTerminal:
 def headstart_on_terminal(
     words: Sequence[str], changes: Mapping[str, str] | None = None, rows: int = 24, columns: int = 100
 ) -> Iterator[PseudoTerminal]:
-    """Start `headstart` with these words on a terminal of this size; it is ended with the block."""
+    """Start `headstart` with these words on a terminal of this size; end it at the end of the block."""
     environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
     environment |= {"TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(changes or {})}
     child, master = pty.fork()

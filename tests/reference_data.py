@@ -1,4 +1,4 @@
-"""Rows to sequences as tuples of Python numbers, one row after the other: the readable reference of `load_dataset`."""
+"""The readable reference of `load_dataset`: turns rows into sequences of Python numbers, one row after the other."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from trainer.recipe.common import DataSection
 
 
 class Plain(NamedTuple):
-    """An example whose numbers are Python's."""
+    """An example of Python numbers."""
 
     tokens: tuple[int, ...]
     trained: tuple[bool, ...]
@@ -43,6 +43,6 @@ def reference_examples(
 
 
 def packed(examples: Sequence[Plain], max_length: int) -> list[Plain]:
-    """Pack them as `trainer.data.batch.pack` does, whose promise is tested in tests/test_data_batches.py."""
+    """Pack examples by `trainer.data.batch.pack`, which tests/test_data_batches.py tests."""
     joined = pack([Example(*example) for example in examples], max_length)
     return [Plain(tuple(e.tokens.tolist()), tuple(e.trained.tolist()), e.prompt_length, e.lengths) for e in joined]

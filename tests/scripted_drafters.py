@@ -1,4 +1,6 @@
-"""Drafters for the tests: one that reads from a script, and one that drafts to break the loop. And a policy like it."""
+"""Drafters for tests: one that follows a script, and a hostile one that tries to break the loop,
+with a similar policy.
+"""
 
 import random
 from collections.abc import Sequence
@@ -14,7 +16,10 @@ from decoding.rules.tree import DrawnPart, Proposal, ProposalKind, TokenTree, Tr
 
 
 class ScriptedDrafter(TextDrafter):
-    """Proposes the given trees one after the other, then nothing: (parents without the root's, tokens)."""
+    """Drafter that proposes the given trees one after the other, and then nothing.
+
+    A tree is (parents without the root's parent, tokens).
+    """
 
     name = "scripted"
     budgets = (Budget(8, 16),)
@@ -41,11 +46,11 @@ class ScriptedDrafter(TextDrafter):
 
 
 class HostileDrafter(TextDrafter):
-    """Trees of random shape with wrong tokens, duplicates and, often enough to be accepted, the right ones.
+    """Drafter of random trees with wrong tokens, duplicates and, often enough to be accepted, right tokens.
 
-    ``text`` is the whole right text, prompt included; of the rows of a batch, ``others`` are those of the others. What
-    is drafted depends on the seed, the text so far and the bounds, and on nothing else. Kinds vary too, with a q that
-    was never sampled from: greedy decoding and sampled verify must not look at it.
+    ``text`` is the whole right text including the prompt; ``others`` are the right texts of the other rows of a batch.
+    The draft depends only on the seed, the text so far and the bounds. Kinds vary as well, with a q from which nothing
+    was sampled: greedy decoding and sampled verification must not read it.
     """
 
     name = "hostile"
@@ -102,7 +107,7 @@ class HostileSession:
 
 
 class RandomPolicy:
-    """Any budget of the drafter, or none, at each step."""
+    """Policy that chooses a random budget of the drafter, or none, at each step."""
 
     name = "random"
 

@@ -1,4 +1,4 @@
-"""A server on the loopback that speaks as much of OpenAI's protocol as a test's script says."""
+"""A server on the loopback that speaks OpenAI's protocol as far as the script of a test provides."""
 
 import json
 import threading
@@ -9,13 +9,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Reply = tuple[int, Any]
-"""HTTP status, and what is sent as JSON, as it is if it is text, or as the events of a stream if it is an iterator."""
+"""The HTTP status and the content: text is sent unchanged, an iterator is sent as the events of a stream, and anything
+else as JSON."""
 
 
 _NONE: Mapping[str, str] = {}
 
 DROPPED: Reply = (0, None)
-"""No reply: the connection breaks off, as that of a server that is killed."""
+"""No reply: the connection breaks off, as if the server were killed."""
 
 
 @dataclass
@@ -38,9 +39,9 @@ def chat(text: str | None, finish_reason: str = "stop", tokens: int = 3) -> Repl
 
 
 def streamed(*deltas: Any, finish_reason: str | None = "stop", tokens: int = 3, **fields: Any) -> Reply:
-    """The events of a chat: one with each delta, one with the reason for its end, and one with its usage.
+    """Return the events of a chat: one for each delta, one with the reason for the end, and one with the usage.
 
-    A delta is a text or the fields of a message. ``fields`` are lists of what each event's choice has besides.
+    A delta is a text or the fields of a message. ``fields`` are lists of further fields for the choice of each event.
     """
     given: list[dict[str, Any]] = [{"content": each} if isinstance(each, str) else each for each in deltas]
     choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in given]
@@ -52,13 +53,13 @@ def streamed(*deltas: Any, finish_reason: str | None = "stop", tokens: int = 3, 
 
 
 def last_words(request: Request) -> str:
-    """What a chat ends with."""
+    """Return the last events of a chat."""
     content: str = request.body["messages"][-1]["content"]
     return content
 
 
 def in_turn(*replies: Reply) -> Callable[[Request], Reply]:
-    """A script that gives the replies one after the other, and the last one for ever."""
+    """Make a script that sends the replies one after the other, and then repeats the last one."""
     left = iter(replies[:-1])
     return lambda request: next(left, replies[-1])
 
@@ -72,16 +73,17 @@ def _usage(tokens: int) -> dict[str, int]:
 
 class Server(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 128  # connections that come at once; five by default, and more are reset
+    request_queue_size = 128  # simultaneous connections; by default a sixth would be reset
 
 
 @contextmanager
 def serve(
     script: Callable[[Request], Reply], models: Sequence[dict[str, str]] = (), headers: Mapping[str, str] = _NONE
 ) -> Iterator[ScriptedEndpoint]:
-    """Answer each request as the script says. Whoever comes back after an error need not wait for long.
+    """Answer each request as the script says.
 
-    ``models`` are listed to those who ask for them, which is not noted. ``headers`` are sent with each reply.
+    Clients that try again after an error need not wait long. ``models`` is the answer to requests for the list of
+    models, which are not recorded. ``headers`` are sent with each reply.
     """
     endpoint = ScriptedEndpoint()
 
@@ -120,7 +122,7 @@ def serve(
                     self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(encoded)
-            except ConnectionError:  # a client that lost its patience
+            except ConnectionError:  # the client stopped waiting
                 self.close_connection = True
 
         def _stream(self, events: Iterator[Any]) -> None:
@@ -129,7 +131,7 @@ def serve(
             self.send_header("Content-Type", "text/event-stream")
             self.send_header("Connection", "close")
             self.end_headers()
-            with suppress(ConnectionError):  # of a client that lost its patience, or of the script
+            with suppress(ConnectionError):  # the client stopped waiting, or the script ended the connection
                 for event in events:
                     self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
                 self.wfile.write(b"data: [DONE]\n\n")

@@ -1,4 +1,6 @@
-"""A small target for real engines, and speculators that learnt its texts, of which it accepts some."""
+"""A small target for real engines, and speculators that learned its texts,
+so that some of their tokens are accepted.
+"""
 
 import json
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.drafts.start import draft_from_target, write_draft
 
 TOKENS = 3
-"""Tokens that heads and DFlash drafts draft."""
+"""Number of tokens that heads and DFlash drafts draft."""
 CHAIN = tuple((0,) * depth for depth in range(1, TOKENS + 1))
 _TEMPLATE = "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}{{ '[a]' }}"
 _SIZES: dict[str, Any] = {
@@ -28,9 +30,9 @@ _SIZES: dict[str, Any] = {
     "intermediate_size": 96,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "head_dim": 32,  # the least that vLLM's attention on a CPU takes
+    "head_dim": 32,  # the smallest size that vLLM's attention on a CPU supports
     "max_position_embeddings": 256,
-    "initializer_range": 0.06,  # texts that can be learnt
+    "initializer_range": 0.06,  # texts that can be learned
     "eos_token_id": 0,
 }
 _TEXTS, _PROMPT_TOKENS, _TEXT_TOKENS = 96, 8, 48
@@ -44,7 +46,7 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 
 
 class Desk:
-    """A target in ``folder``/target, and its own texts to train on: (texts, positions), prompts included."""
+    """A target in ``folder``/target, and texts by the target for training: (texts, positions), including prompts."""
 
     def __init__(self, folder: Path, family: str = "llama", layers: int = 2) -> None:
         self.folder, self.tokenizer = folder, byte_tokenizer(_TEMPLATE)
@@ -57,9 +59,10 @@ class Desk:
         self.texts = torch.tensor([[*prompt, *text.tokens] for prompt, text in zip(asked, written, strict=True)])
 
     def write_heads(self, name: str, shared: bool = False, bias: float = 0.0, rank: int = 0) -> Path:
-        """Train heads on the texts, all of whose biases start ``bias`` wide, and so stay about as wide.
+        """Train heads on the texts.
 
-        ``rank``: of a bias by the token before; 0 for none.
+        The biases of their layers start with the standard deviation ``bias`` and stay about as large. ``rank`` is the
+        rank of the Markov bias; 0 means none.
         """
         torch.manual_seed(0)
         sizes = self.target.hidden_size, self.target.vocab_size, TOKENS, 1
@@ -79,14 +82,14 @@ class Desk:
         return self.folder / name
 
     def write_draft(self, name: str) -> Path:
-        """Train the target's first layer to write on as the target does."""
+        """Train the target's first layer to continue texts like the target."""
         draft = draft_from_target(self.target.model, 1).train()
         _fit(draft.parameters(), lambda: _loss(draft(self.texts).logits[:, :-1], self.texts[:, 1:]))
         write_draft(CausalLM(draft.eval()), self.tokenizer, self.folder / name)
         return self.folder / name
 
     def write_dflash(self, name: str) -> Path:
-        """Train a DFlash draft to write several tokens after any of the target's own."""
+        """Train a DFlash draft to write several tokens after any token of the target's texts."""
         draft, target = tiny_dflash(self.target, TOKENS, spread=0.05, intermediate_size=96), self.target
         embeddings, lm_head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
         layers = target.model(self.texts, output_hidden_states=True).hidden_states

@@ -1,4 +1,4 @@
-"""Shape annotations of the pure modules, enforced at each call of a function that has one.
+"""Checks of the shape annotations in the pure modules, at each call of a function that has one.
 
 jaxtyping's own import hook wraps every function of a module, which doubles the time of all tests that decode.
 """
@@ -16,9 +16,9 @@ from jaxtyping import jaxtyped
 PURE = tuple(f"decoding.rules.{name}" for name in ("tree", "sampling", "verify"))
 
 _ARRAY = "[Tensor,"
-"""In the source of an annotation such as ``Float[Tensor, "rows vocab"]``."""
+"""Part of the source of an annotation such as ``Float[Tensor, "rows vocab"]``."""
 
-# An int is welcome where a float is, as in ``SamplingConfig(1)``.
+# An int is accepted for a float, as in ``SamplingConfig(1)``.
 _checked = jaxtyped(typechecker=beartype(conf=BeartypeConf(is_pep484_tower=True)))
 
 
@@ -31,7 +31,7 @@ class _Decorate(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         self.generic_visit(node)
         if _ARRAY in ast.unparse(node.args) or (node.returns and _ARRAY in ast.unparse(node.returns)):
-            self._decorate(node, len(node.decorator_list))  # innermost: a property is made of the checked function
+            self._decorate(node, len(node.decorator_list))  # innermost, below the property
         return node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
@@ -72,6 +72,6 @@ class _Finder:
 
 
 def enforce_shapes() -> None:
-    """From here on, functions of the pure modules refuse arrays of another shape or type than they promise."""
+    """From now on, functions of the pure modules reject arrays whose shape or type differs from the annotation."""
     assert not set(PURE) & set(sys.modules), "a pure module was imported before its shapes could be enforced"
     sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]  # a finder needs no more

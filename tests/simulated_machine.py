@@ -1,4 +1,6 @@
-"""A machine of which policies see only what a real one shows: seeded acceptance, noisy timing, twentyfold hiccups."""
+"""A simulated machine that shows policies only what a real one shows: seeded acceptance, noisy times, and hiccups that
+take twenty times as long.
+"""
 
 import random
 from collections.abc import Callable, Sequence
@@ -14,17 +16,20 @@ def chains(depth: int) -> list[Budget]:
 
 @dataclass
 class Machine:
-    """True seconds in plain steps: ``draft`` by drafted token, ``verify`` by rows and nodes. Timing is noisier."""
+    """True costs in units of a plain step: ``draft`` per drafted token, ``verify`` by rows and nodes.
+
+    Measured times are noisier.
+    """
 
     draft: float = 0.1
     verify: Callable[[int, int], float] = lambda rows, nodes: 1.0
     noise: float = 0.05
     hiccups: float = 0.02
     pace: Callable[[int], float] = lambda step: 1.0
-    """The factor by which the whole machine is slower at a step."""
+    """Function from a step to the factor by which the whole machine is slower at this step."""
 
     def timed(self, seconds: float, step: int, chance: random.Random) -> float:
-        """What a clock shows of it."""
+        """Return the time that a clock measures."""
         hiccup = 20 if chance.random() < self.hiccups else 1
         return seconds * self.pace(step) * chance.lognormvariate(0, self.noise) * hiccup
 
@@ -39,11 +44,10 @@ def simulate(
     seed: int = 0,
     found: float = 1.0,
 ) -> float:
-    """Decode ``tokens`` tokens in each row; return the tokens in a true second, at a pace of 1, that its choices
-    have on average.
-
-    Each drafted token is accepted with probability ``rate``, of a chain where the tree is larger with 0.8 of it. The
-    drafter finds something to draft with probability ``found``. After plain steps it first reads what it missed.
+    """Decode ``tokens`` tokens in each row; return the tokens per true second, at a pace of 1, that the policy's
+    choices reach on average. Each drafted token is accepted with probability ``rate``, or with 0.8 of it in a chain of
+    a drafter of trees. The drafter finds something to draft with probability ``found``. After plain steps it must first
+    read the tokens that it missed.
     """
     chance = random.Random(seed)
     written = expected = seconds = missed = 0.0

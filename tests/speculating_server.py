@@ -1,4 +1,4 @@
-"""A server that speculates by this project's own loop, as vLLM answers and counts; tests plant a difference in it."""
+"""A server that speculates with this project's loop and answers and counts like vLLM; tests plant differences in it."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Render = Callable[[list[dict[str, str]]], Sequence[int]]
 
 @dataclass
 class SpeculatingServer:
-    """The script of a `scripted_endpoint.serve`. ``sampling``: the drafter above temperature 0, if it is another."""
+    """The script of a `scripted_endpoint.serve`. ``sampling``: the drafter above temperature 0, if it differs."""
 
     target: CausalLM
     tokenizer: PreTrainedTokenizerBase
@@ -30,7 +30,7 @@ class SpeculatingServer:
     eos: tuple[int, ...] = (0,)
     tells_ids: bool = True
     has_page: bool = True
-    drafts: int = 100  # what it has counted before anybody asks
+    drafts: int = 100  # the counts before the first request
     drafted: int = 300
     accepted: int = 7
     reached: list[int] = field(default_factory=lambda: [7, 0, 0])
@@ -46,7 +46,7 @@ class SpeculatingServer:
         return 404, {"error": {"message": "no such route"}}
 
     def page(self) -> str:
-        """The metrics page, as vLLM writes it."""
+        """Return the metrics page in the form of vLLM."""
         name = "vllm:spec_decode_num"
         counts = (("drafts", self.drafts), ("draft_tokens", self.drafted), ("accepted_tokens", self.accepted))
         lines = [f'{name}_{which}_total{{engine="0"}} {count}.0' for which, count in counts]

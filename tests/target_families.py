@@ -141,7 +141,7 @@ CHAINS: dict[str, dict[str, Any]] = {
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2},
     "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 4},
 }
-"""Families that decode chains, but no trees."""
+"""Families that decode chains but no trees."""
 
 TREES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _LATENT,
@@ -165,7 +165,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "recurrent_gemma": _GRIFFIN,
     "deepseek_v32": {**_LATENT, **_INDEXED},
 }
-"""Families that are trained on and decoded plainly, and verify no drafts."""
+"""Families that can be trained on and decoded plainly, but cannot verify drafts."""
 
 _MROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
 _VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "image_size": 16, "patch_size": 8, "depth": 1}
@@ -187,11 +187,11 @@ SIDES: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama4": ("", CHAINS["llama4_text"], ""),
     "lfm2_vl": ("lfm2", _CONV, ""),
 }
-"""Models of images and text: the kind and the settings of the text side, and the kind of the image side."""
+"""Models of images and text: the kind and settings of the text part, and the kind of the image part."""
 
 
 def write_sides(family: str, folder: Path) -> PreTrainedModel:
-    """Write a whole random model of images and text."""
+    """Write a complete random model of images and text."""
     torch.manual_seed(0)
     text, settings, vision = SIDES[family]
     settings = {**_BASE, **settings, **({"model_type": text} if text else {})}
@@ -204,7 +204,7 @@ def write_sides(family: str, folder: Path) -> PreTrainedModel:
 
 @cache
 def family_model(family: str, vocab: int = VOCAB) -> PreTrainedModel:
-    """Return a model of the family with random fp32 weights, always the same one."""
+    """Return a model of the family with random fp32 weights, which are always the same."""
     torch.manual_seed(0)
     settings = {**_BASE, **(CHAINS | TREES | PLAIN)[family], "vocab_size": vocab}
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))

@@ -1,4 +1,4 @@
-"""What training makes of regenerated answers: the target's own tokens, and answers that were cut off."""
+"""How training uses regenerated answers: the target's own tokens, and answers that were cut off."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from trainer.recipe.common import DataSection
 
 UNMARKED = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 COMPARED = UNMARKED.replace("{% endfor %}", "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}")
-"""In these, <eos> is 1, <user> 2, <assistant> 3, a 4, b 5, ... l 15."""
+"""Token ids here: <eos> is 1, <user> 2, <assistant> 3, a 4, b 5, ... l 15."""
 
 
 def load(folder: Path, rows: list[Any], tokenizer: PreTrainedTokenizerBase, **changes: Any) -> Dataset:
@@ -87,7 +87,7 @@ def test_no_end_is_trained_after_the_answer_that_was_cut_off(
     tmp_path: Path, template: str, truncated: bool, last: list[int]
 ) -> None:
     dataset = load(tmp_path, [chat("a", "b", "c", "c d", truncated=truncated)], tiny_tokenizer(template))
-    assert trained(dataset) == [[5, 1, *last]]  # the answer before it did end
+    assert trained(dataset) == [[5, 1, *last]]  # the previous answer was not cut off
     assert dataset.examples[0].tokens[-1] == 1
 
 

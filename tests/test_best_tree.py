@@ -1,4 +1,4 @@
-"""The best tree for measured shares, against all trees there are."""
+"""The best tree for measured shares, compared with all possible trees."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,9 @@ Path = tuple[int, ...]
 
 
 def value(tree: Sequence[Path], accuracies: Sequence[Sequence[float]]) -> float:
-    """How many drafted tokens are accepted on average: each node with the product of the shares along its path."""
+    """Return the mean number of accepted drafted tokens: the sum over nodes of the product of the shares along the
+    path.
+    """
     total = 0.0
     for path in tree:
         product = 1.0
@@ -23,7 +25,7 @@ def value(tree: Sequence[Path], accuracies: Sequence[Sequence[float]]) -> float:
 
 
 def all_trees(ranks: Sequence[int], nodes: int) -> set[frozenset[Path]]:
-    """Every prefix-closed set of ``nodes`` paths, where head d offers ``ranks[d]`` ranks."""
+    """Return every prefix-closed set of ``nodes`` paths, if head d offers ``ranks[d]`` ranks."""
     trees: set[frozenset[Path]] = {frozenset()}
     for _ in range(nodes):
         trees = {
@@ -71,7 +73,7 @@ def test_a_tree_is_prefix_closed_without_gaps_in_rank_whatever_the_shares(
 
 
 def test_a_rank_counted_more_often_than_the_one_before_it_is_capped_by_it() -> None:
-    """A small sample says rank 1 is better than rank 0: both then count .2, and the tree stays without gaps."""
+    """In a small sample rank 1 is better than rank 0. Both then count .2, and the tree has no gaps."""
     assert best_tree([[0.2, 0.5, 0.4], [0.1]], 3) == ((0,), (1,), (2,))
     assert best_tree([[0.2, 0.5, 0.4], [0.9]], 4) == best_tree([[0.2, 0.2, 0.2], [0.9]], 4)
 

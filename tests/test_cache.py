@@ -1,4 +1,4 @@
-"""The preallocated cache: after any trees and any acceptances, each row of it is the cache of that row's text alone."""
+"""The preallocated cache: after any trees and acceptances, each row equals a cache of only that row's text."""
 
 import random
 from collections.abc import Sequence
@@ -30,24 +30,24 @@ def filled(model: CausalLM, *texts: list[int], capacity: int = 64) -> Preallocat
 
 
 def layers_of(cache: PreallocatedCache) -> list[Any]:
-    """Its layers, whose keys and values are the buffers' own: (rows, heads, capacity, dim)."""
+    """Return the layers of a cache, whose keys and values are the whole buffers: (rows, heads, capacity, dim)."""
     return list(cache.layers)
 
 
 def contents(cache: PreallocatedCache, row: int = 0) -> Tensor:
-    """Keys and values of every layer of a row, up to its length: (2, layers, heads, length, dim)."""
+    """Return the keys and values of a row in every layer, up to its length: (2, layers, heads, length, dim)."""
     end = cache.lengths[row]
     layers = [(layer.keys[row, :, :end], layer.values[row, :, :end]) for layer in layers_of(cache)]
     return torch.stack([torch.stack(list(kind)) for kind in zip(*layers, strict=True)])
 
 
 def assert_same_content(kept: Tensor, expected: Tensor) -> None:
-    """Equal to 1e-6 of the largest entry: what fp32 leaves when blocks of other sizes are multiplied."""
+    """Check equality to 1e-6 of the largest entry, which is the rounding of fp32 for blocks of different sizes."""
     torch.testing.assert_close(kept, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
 
 
 def assert_holds(model: CausalLM, cache: PreallocatedCache, *texts: Sequence[int]) -> None:
-    """Row i of the cache is the cache that a model has which has run text i alone."""
+    """Check that row i of the cache equals the cache of a model that has run only text i."""
     for row, text in enumerate(texts):
         assert cache.lengths[row] == len(text)
         assert_same_content(contents(cache, row), contents(filled(model, list(text))))
@@ -137,7 +137,7 @@ def test_truncation_drops_the_end_of_one_row_and_nothing_else(tiny_llama: Causal
     ("prompt", "kept"),
     [
         ([3, 1, 4, 1, 5, 9], 5),
-        ([3, 1, 4, 1, 5], 4),  # the last token is run again: its logits are wanted
+        ([3, 1, 4, 1, 5], 4),  # the last token runs again, because its logits are needed
         ([3, 1, 4], 2),
         ([3, 1, 9, 1, 5, 9], 2),
         ([9, 1, 4], 0),
@@ -166,6 +166,6 @@ def test_a_row_that_moves_goes_on_in_its_new_slot(tiny_llama: CausalLM) -> None:
 
 def test_a_longer_row_that_left_leaves_no_trace_in_the_slot_of_a_shorter_one(tiny_llama: CausalLM) -> None:
     cache = filled(tiny_llama, *RAGGED)
-    cache.move(1, 0)  # one token where there were eight
+    cache.move(1, 0)  # one token instead of eight
     logits = tiny_llama.append([[7]], cache).logits[0]
     torch.testing.assert_close(logits, full_forward(tiny_llama.model, [*RAGGED[1], 7])[-1], **FLOAT)

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are the assistant's, in templates that say so and in those that do not."""
+"""Which tokens of a conversation are the assistant's, in templates with generation marks and without them."""
 
 import json
 from itertools import groupby, pairwise
@@ -20,7 +20,7 @@ from trainer.data.dataset import Dataset, load_dataset
 from trainer.data.marks import Marked
 from trainer.recipe.common import DataSection
 
-# As the families' own templates behave, in short: none of them has generation marks.
+# Short versions of the families' templates, none of which has generation marks.
 LLAMA = (
     "{{- bos_token }}"
     "{%- if messages[0].role == 'system' %}{%- set system = messages[0].content | trim %}"
@@ -66,20 +66,20 @@ SPECIALS = {
 
 
 def tokenizer_for(template: str) -> PreTrainedTokenizerFast:
-    """One token per character, with the template's special tokens."""
+    """Make a tokenizer with one token per character and the special tokens of the template."""
     tokenizer = byte_tokenizer(template)
     specials = SPECIALS.get(template, [])
     tokenizer.add_special_tokens({"additional_special_tokens": specials})
     if specials and "bos" in specials[0]:
         tokenizer.bos_token = specials[0]
         begin = (specials[0], tokenizer.convert_tokens_to_ids(specials[0]))
-        # As these families' tokenizers do for a plain text; the template has written it already.
+        # These families' tokenizers add it to a plain text; here the template has written it already.
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{begin[0]} $A", special_tokens=[begin])
     return tokenizer
 
 
 def turns(*contents: str) -> list[dict[str, Any]]:
-    """User and assistant by turns."""
+    """Return messages of user and assistant in turns."""
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
@@ -89,7 +89,7 @@ def encode(template: str, messages: list[dict[str, Any]]) -> tuple[PreTrainedTok
 
 
 def trained_texts(tokenizer: PreTrainedTokenizerBase, sequence: Marked) -> list[str]:
-    """Each run of trained tokens as text; a decoder strips a space from the first of them."""
+    """Return each run of trained tokens as text; the decoder strips a space from the first token."""
     texts, end = [""], 0
     for _, run in groupby(sequence.trained):
         end += len(list(run))
@@ -100,7 +100,7 @@ def trained_texts(tokenizer: PreTrainedTokenizerBase, sequence: Marked) -> list[
 
 @pytest.mark.parametrize(("template", "end"), [(LLAMA, "<|eot|>"), (GEMMA3, "<end_of_turn>")], ids=["llama", "gemma3"])
 def test_every_answer_with_its_end_of_turn_is_found_in_one_sequence(template: str, end: str) -> None:
-    """Not the system prompt, nor the line break that a template puts after the end of turn."""
+    """The system prompt and the line break after the end of a turn are not trained."""
     messages = turns("Why?", " Because. ", "So?", "Yes.")
     tokenizer, (sequence,) = encode(template, messages)
     assert trained_texts(tokenizer, sequence) == [f"Because.{end}", f"Yes.{end}"]
@@ -190,7 +190,9 @@ MARKS = (
 
 
 def tokenizers_by_kind() -> dict[str, PreTrainedTokenizerFast]:
-    """Trimmed offsets leave out spaces, a special token may swallow them, and sentencepiece writes one of its own."""
+    """Make tokenizers of each kind: offsets may leave out spaces, a special token may swallow spaces, and sentencepiece
+    adds one.
+    """
     made = {"stock": byte_level(), "trimmed": byte_level(), "swallowing": byte_level()}
     made["trimmed"].backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     made["swallowing"].add_tokens([AddedToken("<|end|>", special=True, rstrip=True)])
@@ -208,7 +210,7 @@ def tokenizers_by_kind() -> dict[str, PreTrainedTokenizerFast]:
     "answers", [["caff\u00e9", "\U0001f642"], ["hell. ", "  a"], [" a ", "\n b\n"], ["   ", "c"]], ids=ascii
 )
 def test_generation_marks_train_exactly_the_assistants_characters(kind: str, answers: list[str], end: str) -> None:
-    """Bytes of one character, spaces at either end, and marks inside a macro, whose place transformers miscounts."""
+    """Cases: bytes of one character, spaces at either end, and marks inside a macro, where transformers miscounts."""
     tokenizer, template = tokenizers_by_kind()[kind], MARKS.replace("<|end|>", end)
     messages = turns("a b", answers[0], "c", answers[1], "bc", "b")
     (sequence,) = ChatTemplate(tokenizer, template).encode(messages, "row")

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, tied to their recipe, and bit-equal when they come back."""
+"""Checkpoints exist whole or not at all, belong to their recipe, and are read back bit-equal."""
 
 import errno
 import json
@@ -35,7 +35,7 @@ FILES = ["SHA256SUMS", "optimizer.safetensors", "state.json", "weights.safetenso
 
 
 def trained_model(seed: int = 0, steps: int = 3, **changes: Any) -> tuple[nn.Module, list[Optimizer]]:
-    """A tiny Llama after a few steps of Muon and AdamW on random gradients."""
+    """Make a tiny Llama and train it for a few steps of Muon and AdamW on random gradients."""
     model = tiny_model("llama", seed=seed, **changes)
     optimizers = build_optimizers(model, TrainingSection(steps=10, optimizer="muon"))
     for _ in range(steps):
@@ -80,7 +80,7 @@ def optimizer_tensors(optimizers: list[Optimizer]) -> list[Tensor]:
 
 
 def disk_full_after_a_part(monkeypatch: pytest.MonkeyPatch, calls: int = 2) -> None:
-    """The call of that number writes half a file and then finds the disk full."""
+    """In the call with this number, half of the file is written before the disk is full."""
     count = 0
     whole = trainer.run.checkpoint.save_file
 
@@ -111,7 +111,10 @@ def test_weights_optimizers_and_progress_come_back_bit_equal(tmp_path: Path) -> 
 def test_resumed_moments_are_on_the_device_of_their_parameters_with_adamws_step(
     zero: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fused AdamW on a GPU crashes at its first step if ``step`` is on the host. Here meta stands for the GPU."""
+    """A fused AdamW on a GPU crashes at its first step if ``step`` is on the host.
+
+    Here the meta device replaces the GPU.
+    """
     moments = gather_moments(*trained_model())
     model = tiny_model("llama").to("meta")
     optimizers, engine = build_optimizers(model, TrainingSection(steps=10, optimizer="muon")), None
@@ -184,7 +187,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_whole_and_says_so(
 
 def test_what_a_kill_left_half_written_is_ignored_and_then_cleared_away(tmp_path: Path) -> None:
     save_steps(tmp_path, 2)
-    for step in (3, 4):  # 4 will be written again, 3 never
+    for step in (3, 4):  # step 4 will be written again, and step 3 never
         partial = tmp_path / f".step-{step:08d}.partial"
         partial.mkdir()
         (partial / "weights.safetensors").write_bytes(b"half")
@@ -199,7 +202,7 @@ def truncate(path: Path) -> None:
 
 
 def test_a_flipped_bit_is_found_by_the_checksum(tmp_path: Path) -> None:
-    """The file is as long as before and reads as safetensors: nothing else would tell."""
+    """The file has the same length and can be read as safetensors, so only the checksum finds the change."""
     save_steps(tmp_path, 2, 4)
     weights = tmp_path / "step-00000004" / "weights.safetensors"
     content = bytearray(weights.read_bytes())

@@ -1,4 +1,4 @@
-"""The command line: help pages, options and their values, usage errors of one line."""
+"""The command line: help pages, options and their values, and usage errors in one line."""
 
 import re
 import shlex
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target, a draft, heads, and two prompts, on disk."""
+    """Write a tiny target, a draft, heads, and two prompts."""
     folder = tmp_path_factory.mktemp("models")
     for name, seed in (("target", 0), ("draft", 1)):
         tiny_model(vocab=128, seed=seed, max_position_embeddings=256).save_pretrained(folder / name)
@@ -70,7 +70,7 @@ def page(*words: str) -> str:
 
 
 def examples(name: str) -> list[str]:
-    """The command lines that a help ends with, each on one line."""
+    """Return the command lines at the end of a help text, each on one line."""
     return re.findall(r"^ *(headstart .*)$", re.sub(r"\\\n *", "", COMMANDS[name].epilog), re.MULTILINE)
 
 
@@ -78,7 +78,7 @@ def examples(name: str) -> list[str]:
 
 
 def test_no_module_uses_a_private_part_of_typer() -> None:
-    """Any version may change them, and pyproject.toml sets no upper bound."""
+    """Any version may change private parts, and pyproject.toml sets no upper bound."""
     files = [path for folder in ("trainer", "scripts", "tests") for path in (ROOT / folder).rglob("*.py")]
     private = re.compile(r"typer(\.\w+)*\.(_\w+|completion\b)|from typer(\.\w+)* import .*\b_\w+")
     assert len(files) > 200
@@ -135,7 +135,7 @@ def test_a_shell_completes_commands_and_options() -> None:
 
 
 def test_the_help_names_the_values_that_the_code_takes() -> None:
-    """The code that reads them takes seconds to import, so the help repeats the names."""
+    """The code that reads these values takes seconds to import, so the help repeats the names."""
     values = {
         "generate --dtype": DTYPES,
         "doctor --dtype": DTYPES,
@@ -183,7 +183,7 @@ def test_lists_are_values_with_commas_between_them_each_once() -> None:
 
 def test_a_folder_typed_wrong_names_those_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read when it was imported
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # it was read on import
     (tmp_path / "runs" / "final").mkdir(parents=True)
     for name, hint in (("runs/fnal", " (is it runs/final?)"), ("o/n", "")):
         _, said = run("generate", "--target", name, "--prompt", "a")

@@ -1,4 +1,4 @@
-"""Clocks of decoding and of training, on a pretended GPU."""
+"""Clocks of decoding and of training, on a simulated GPU."""
 
 from collections.abc import Callable
 from unittest.mock import Mock, call

@@ -25,7 +25,9 @@ def evaluated(
     plain: float = 1.0,
     **identity: Any,
 ) -> Path:
-    """Write runs: for each prompt plain decoding takes ``plain`` seconds, and the draft those given, for ten tokens."""
+    """Write runs of ten tokens: for each prompt plain decoding takes ``plain`` seconds, and the draft takes the given
+    seconds.
+    """
     folder.mkdir()
     lines: list[dict[str, Any]] = [
         {

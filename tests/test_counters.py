@@ -1,4 +1,4 @@
-"""Counts of speculation, as three servers write them."""
+"""Counts of speculation in the forms that three servers write."""
 
 import math
 

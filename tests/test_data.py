@@ -1,4 +1,4 @@
-"""Rows to sequences: what is trained on, what is refused, and what is counted."""
+"""From rows to sequences: what is trained, what is rejected, and what is counted."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_an_answer_ends_in_a_token_that_ends_it_in_decoding(tmp_path: Path) -> N
 @pytest.mark.parametrize("answer", [" a b", "a b", "\n b", "  a"])
 @pytest.mark.parametrize("made", [byte_level, lambda: sentencepiece_like([("▁", "a")])], ids=["bytes", "sentencepiece"])
 def test_prompt_and_answer_are_tokenized_as_one_text(tmp_path: Path, made: Any, answer: str) -> None:
-    """sentencepiece begins each text with a space, which an answer that has one must not get twice."""
+    """sentencepiece begins each text with a space; an answer that begins with a space must not get a second one."""
     tokenizer = made()
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "c b", "answer": answer}])
     (example,) = load_dataset(path, section(), tokenizer).examples
@@ -142,11 +142,11 @@ def test_a_file_in_which_nothing_is_left_to_train_is_refused(tmp_path: Path) -> 
 
 
 def test_a_prompt_is_never_a_label(tmp_path: Path) -> None:
-    """A published trainer never applied its mask, and so trained on the prompts."""
+    """A published trainer never applied its mask, so it also trained on prompts."""
     dataset = load_all(tmp_path, [chat("a b", "c", "d", "e")], CHAT_TEMPLATE)
     batch = collate(dataset.examples)
     labels = [batch.tokens.roll(-ahead, 1)[batch.labelled(ahead)].tolist() for ahead in (1, 2)]
-    assert labels == [[6, 1, 8, 1], [6, 1, 8, 1]]  # c <eos> e <eos>, and nothing of a b d or the user's marks
+    assert labels == [[6, 1, 8, 1], [6, 1, 8, 1]]  # c <eos> e <eos>, without a, b, d and the user's marks
 
 
 def test_a_bad_row_stops_the_run_unless_it_is_to_be_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -190,7 +190,7 @@ def test_a_heldout_prompt_is_what_stands_before_the_answer_or_the_first_tokens()
 @pytest.mark.parametrize("template", [None, CHAT_TEMPLATE + "{% if add_generation_prompt %}<assistant> {% endif %}"])
 @pytest.mark.parametrize("alone", [{"prompt": "a b"}, {"turns": ["a b", "c"]}, chat("a b")])
 def test_heldout_prompts_need_no_answers(tmp_path: Path, alone: dict[str, Any], template: str | None) -> None:
-    """They are decoded like prompts whose answers are known."""
+    """Such prompts are decoded like prompts with known answers."""
     path, tokenizer = write_rows(tmp_path / "rows.jsonl", [alone, {"prompt": "c"}]), tiny_tokenizer(template)
     found = load_heldout_data(section(heldout=str(path)), tokenizer)
     answered = load(tmp_path, [{"prompt": "a b", "answer": "d"}, {"prompt": "c", "answer": "d"}], template)
@@ -212,7 +212,10 @@ def test_heldout_rows_of_which_some_have_answers_are_refused_as_before(tmp_path:
 def test_answers_that_the_target_wrote_are_trained_by_the_tokens_it_wrote(
     tmp_path: Path, given: list[int], truncated: bool, trained: list[int]
 ) -> None:
-    """Token 20 writes what 4 and 5 write; read again, the text would be 4 and 5. Servers may leave out the end."""
+    """Token 20 spells the same as 4 and 5; tokenized again, the text would become 4 and 5.
+
+    Servers may leave out the end.
+    """
     words = (*WORDS, "m", "n", "o", "p", "a b")
     tokenizer = tiny_tokenizer(CHAT_TEMPLATE, words)
     row = {

@@ -1,4 +1,4 @@
-"""Sequences to batches: padding, packing, and the order in which they are seen."""
+"""From sequences to batches: padding, packing, and the order of examples."""
 
 from collections import Counter
 
@@ -11,7 +11,7 @@ from trainer.data.batch import Batch, Example, batch_indices, check_documents_ar
 
 
 def example(*tokens: int) -> Example:
-    """All but the first token trained."""
+    """Make an example in which all tokens except the first are trained."""
     return Example(tokens, (False, *(True,) * (len(tokens) - 1)), 1)
 
 
@@ -24,7 +24,7 @@ def test_padding_is_neither_seen_nor_trained() -> None:
 
 @pytest.mark.parametrize(("batch_size", "size"), [(4, 10), (3, 3), (1, 5), (8, 3)])
 def test_every_epoch_visits_every_example_once(batch_size: int, size: int) -> None:
-    epochs = batch_size  # so many epochs are a whole number of steps: size * batch_size / batch_size
+    epochs = batch_size  # this many epochs are a whole number of steps: size * batch_size / batch_size
     visited = [i for step in range(size) for i in batch_indices(step, batch_size, size, seed=3)]
     for epoch in range(epochs):
         assert Counter(visited[epoch * size : (epoch + 1) * size]) == Counter(range(size))
@@ -53,7 +53,7 @@ def test_every_example_is_packed_once_and_none_is_cut() -> None:
     assert Counter(token for each in packed for token in each.tokens) == Counter(
         token for each in examples for token in each.tokens
     )
-    assert len(packed) < 1.05 * sum(lengths) / 16  # hardly any room is left over
+    assert len(packed) < 1.05 * sum(lengths) / 16  # hardly any room is left
 
 
 def test_no_label_is_of_another_document() -> None:
@@ -66,11 +66,11 @@ def test_no_label_is_of_another_document() -> None:
 
 
 DOCUMENTS = ((1, 2, 3, 4, 5, 6, 7, 8, 9), (4, 4, 3, 2, 1, 7, 8), (5, 6, 7, 8, 9, 10, 11, 12, 13, 14))
-"""The window of the windowed families is 5: each is longer."""
+"""Each document is longer than 5, the window of the families with a window."""
 
 
 def packed_batch() -> Batch:
-    """The documents in one row; next to it a shorter row of two, so that there is padding."""
+    """Make a batch with all documents in one row and a shorter row of two documents, so that there is padding."""
     row = tuple(token for document in DOCUMENTS for token in document)
     whole = Example(row, (True,) * len(row), 0, tuple(len(document) for document in DOCUMENTS))
     return collate([whole, Example(tuple(range(15)), (True,) * 15, 0, (7, 8))])
@@ -82,7 +82,7 @@ def packed_batch() -> Batch:
 )
 def test_a_packed_document_is_seen_as_if_it_were_alone(family: str, attention: str) -> None:
     if (family, attention) == ("gemma2", "sdpa"):
-        attention = "eager"  # the only one it has
+        attention = "eager"  # the only example it has
     model = tiny_model(family, attention=attention)
     with torch.no_grad():
         logits = model(**packed_batch().model_inputs(), use_cache=False).logits

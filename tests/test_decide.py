@@ -1,4 +1,4 @@
-"""Verdicts of batches: the readable rules' own from the same numbers, many rows at once."""
+"""Verdicts for whole batches equal the verdicts of the readable rules with the same random numbers."""
 
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -36,14 +36,14 @@ VOCAB, DEEPEST = 3, 3
 DRAWN = (ProposalKind.SAMPLED, ProposalKind.SAMPLED_WITHOUT_REPLACEMENT)
 pair = cache(model_pair)
 SAMPLING, PENALISED = SamplingConfig(1.0), SamplingConfig(1.0, repetition_penalty=3.0)
-# By its entropy, which the published thresholds never are at this vocabulary.
+# Decided by entropy, which never happens with the published thresholds at this vocabulary.
 KNOWN = RULES | {"typical by entropy": typical_acceptance(0.9, 0.9)}
 NAMES = [name for name in KNOWN if name != "greedy"]
 
 
 @contextmanager
 def at_once(on_device: bool = False) -> Iterator[None]:
-    """Rows walk at once however few they are; ``on_device``: without a look at which ones still walk."""
+    """Decide rows together, however few there are; ``on_device`` means without checking which rows are finished."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(deciding, "_pays", lambda *_: True)
         if on_device:
@@ -52,16 +52,16 @@ def at_once(on_device: bool = False) -> Iterator[None]:
 
 
 class Sample(NamedTuple):
-    """A batch to verify: proposals, and the logits of their nodes, padded."""
+    """A batch to verify: proposals, and the padded logits of their nodes."""
 
     proposals: list[Proposal]
     logits: Tensor
 
 
 def sample(rule: str, seed: int, dtype: torch.dtype) -> Sample:
-    """A batch of 2 to 5 rows of kinds that the rule takes, of all sizes, some with the root alone.
+    """Make a batch of 2 to 5 rows of all sizes, of kinds that the rule accepts; some rows consist of only the root.
 
-    Half of the batches are of one kind, and a quarter of chains.
+    Half of the batches are of one kind, and a quarter consist of chains.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -84,7 +84,7 @@ def sample(rule: str, seed: int, dtype: torch.dtype) -> Sample:
         drafted = draft(kinds[below(len(kinds))], TreeShape(tuple(parents)), q, source_of(seed, row), below)
         rows.append(target_rows(drafted.tree, p).log().to(dtype))
         carried = None if drafted.q is None else drafted.q.to(dtype)
-        on_device = TokenTree(drafted.tree.tokens, drafted.tree.shape)  # its tokens come over with the verdicts
+        on_device = TokenTree(drafted.tree.tokens, drafted.tree.shape)  # transferred together with the verdicts
         proposals.append(Proposal(on_device, drafted.kind, carried, drafted.drawn))
     return Sample(proposals, torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
 
@@ -92,7 +92,7 @@ def sample(rule: str, seed: int, dtype: torch.dtype) -> Sample:
 def draft(
     kind: ProposalKind, shape: TreeShape, q: ContextModel, source: GeneratorSource, below: Callable[[int], int]
 ) -> Proposal:
-    """A draft of the kind; a grafted one gets a lookup that follows a drawn path and reaches past its end."""
+    """Make a draft of the kind; a grafted draft gets a lookup that follows a drawn path and goes beyond its end."""
     if kind is not ProposalKind.GRAFTED or len(shape) == 1:
         return draft_of(kind, shape, q)(source)
     drawn = sampled_draft(shape, q, DRAWN[below(2)])(source)
@@ -106,7 +106,7 @@ def source_of(seed: int, row: int) -> GeneratorSource:
 
 
 def histories(batch: Sample, sampling: SamplingConfig) -> list[HistoryRows]:
-    """Histories of texts of which all are a prompt: one token, and the root."""
+    """Make histories of texts that consist of a prompt: one token and the root."""
     found = []
     for row, proposal in enumerate(batch.proposals):
         text = [row % VOCAB, int(proposal.tree.tokens[0])]
@@ -127,7 +127,7 @@ def row_by_row(
 
 
 def differs(rule: str, seed: int, dtype: torch.dtype = torch.float64, on_device: bool = False) -> str | None:
-    """What a batch has otherwise than the readable rule: a verdict, or the place in a source's numbers."""
+    """Return how a batch differs from the readable rule: in a verdict, or in the position of a source."""
     batch = sample(rule, seed, dtype)
     sampling = (SAMPLING, PENALISED)[seed % 2]
     alone, together = ([source_of(-seed - 1, row) for row in range(len(batch.proposals))] for _ in range(2))
@@ -189,7 +189,7 @@ MUTANTS = {
         "reached & (depths == longest), 1",
     ),
 }
-"""Changes to the file, each with a rule that it breaks."""
+"""Changes of the file, each with a rule that the change breaks."""
 
 
 def found_wrong(rule: str, seed: int) -> bool:

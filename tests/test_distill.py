@@ -1,4 +1,4 @@
-"""The distillation objective: what a draft is compared on, and that only it learns."""
+"""The distillation objective: at which tokens a draft is compared with its target, and that only the draft learns."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,9 @@ def test_a_draft_of_all_the_targets_layers_diverges_by_nothing_and_is_always_acc
 
 
 def test_what_predicts_a_trained_token_is_compared_and_nothing_else() -> None:
-    """Positions 3 to 6 of the first text predict its answer; the second text's first token is predicted by none."""
+    """Positions 3 to 6 of the first text predict its answer;
+    no position predicts the first token of the second text.
+    """
     model, batch = tiny_model("llama"), collate(EXAMPLES)
     objective = objective_for(model)
     (inputs,) = objective.inputs(batch, step=0)
@@ -46,7 +48,7 @@ def test_what_predicts_a_trained_token_is_compared_and_nothing_else() -> None:
 
 
 def test_training_brings_the_draft_to_its_target_which_stays_byte_identical(tmp_path: Path) -> None:
-    """One layer of the counting model counts as well: from random weights it learns to."""
+    """One layer of the counting model can also count, and learns to count from random weights."""
     model = counting_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     objective = objective_for(model)
@@ -62,7 +64,9 @@ def test_training_brings_the_draft_to_its_target_which_stays_byte_identical(tmp_
 
 @pytest.mark.parametrize("draft_vocab", [12, 20])
 def test_vocabularies_padded_to_other_sizes_are_compared_where_they_agree(tmp_path: Path, draft_vocab: int) -> None:
-    """Target 16; the draft's lm_head has 12 or 20 rows over the same words: the first min of both count."""
+    """The target has 16 tokens and the draft's lm_head has 12 or 20 rows over the same words; only the common tokens
+    count.
+    """
     model, folder = tiny_model("llama"), tmp_path / "draft"
     tiny_model("llama", seed=1, num_hidden_layers=1, vocab=draft_vocab).save_pretrained(folder)
     tiny_tokenizer(words=WORDS[:12]).save_pretrained(folder)
@@ -83,7 +87,10 @@ MIX = {"forward_kl": 2.0, "acceptance": 0.25}
 
 @pytest.mark.parametrize("family", ["llama", "qwen2-mixed", "gpt2", "gpt-neox", "granite", "gemma2"])
 def test_loss_and_gradients_are_those_of_the_models_own_logits(family: str) -> None:
-    """Granite divides its logits, Gemma-2 caps them: both sides' are formed here, and must come out as the models'."""
+    """Granite divides its logits, and Gemma-2 caps them.
+
+    The loss forms the logits of both sides, which must equal those of the models.
+    """
     target = tiny_model(family)
     objective = objective_for(target, loss=MIX)
     draft = objective.module.draft
@@ -150,7 +157,8 @@ SOME = (
     Example((2, 7, 9, 8), (True,) * 4, 0),
     Example((12, 9, 5, 12, 6, 9), (True,) * 6, 0, (3, 3)),
 )
-"""Trained are 5 9 2 6, 7 9 8 and 9 5 6 9: 9 four times, 5 and 6 twice; the prompt and documents' first tokens never."""
+"""The trained tokens are 5 9 2 6, 7 9 8 and 9 5 6 9: 9 occurs four times, 5 and 6 twice. The prompt and the first
+tokens of documents are not trained."""
 
 
 def initial(target: PreTrainedModel, longest: int = 0, **section: Any) -> InitialDraft:
@@ -249,7 +257,9 @@ def test_a_context_shorter_than_what_will_be_read_is_refused(tmp_path: Path, ini
 
 
 def test_a_draft_writes_the_commonest_trained_tokens_and_what_ends_a_text() -> None:
-    """Of the answers 9, 5 and 6 are commonest; 1 is the tokenizer's <eos> and 14 the target's own."""
+    """In the answers 9, 5 and 6 are the most frequent tokens; 1 is the <eos> of the tokenizer, and 14 that of the
+    target.
+    """
     target = tiny_model("llama")
     target.generation_config.eos_token_id = [14]
     draft = initial(target, vocabulary=5)
@@ -261,7 +271,7 @@ def test_a_draft_writes_the_commonest_trained_tokens_and_what_ends_a_text() -> N
 
 
 def test_a_trimmed_draft_is_trained_on_with_its_own_tokens(tmp_path: Path) -> None:
-    """Token 18 is of its padding: the target has 16."""
+    """Token 18 is padding, because the target has 16 tokens."""
     folder = draft_folder(tmp_path / "draft", vocab=20)
     write_output_tokens(folder, (1, 5, 9, 18))
     draft = initial(tiny_model("llama"), init={"from_model": folder})

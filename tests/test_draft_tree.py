@@ -1,4 +1,6 @@
-"""Trees that grow where the draft is surest: against all trees there are, in batches, and through the whole loop."""
+"""Trees that grow at the draft's likeliest nodes: compared with all possible trees, in batches,
+and in the whole loop.
+"""
 
 import math
 from collections.abc import Sequence
@@ -33,13 +35,13 @@ def propose(session: DraftTreeSession, *texts: Sequence[int], depth: int = 99, n
 
 
 def paths(proposal: Proposal) -> set[tuple[int, ...]]:
-    """The tree as the set of its paths of tokens."""
+    """Return the tree as the set of its paths of tokens."""
     tree = proposal.tree
     return {tuple(tree.token_list[at] for at in tree.shape.path(node)) for node in range(1, len(tree))}
 
 
 def naive_scores(draft: CausalLM, text: Sequence[int], sampling: SamplingConfig) -> dict[int, float]:
-    """Log-probability of every next token, by one plain forward pass over the whole text."""
+    """Return the log-probability of every next token, from one plain forward pass over the whole text."""
     logits = full_forward(draft.model, text)[-1:]
     if sampling.greedy:
         return dict(enumerate(logits[0].log_softmax(-1).tolist()))
@@ -51,7 +53,7 @@ def naive_scores(draft: CausalLM, text: Sequence[int], sampling: SamplingConfig)
 def naive_tree(
     draft: CausalLM, text: Sequence[int], sampling: SamplingConfig, depth: int, width: int, nodes: int
 ) -> set[tuple[int, ...]]:
-    """The beam without a cache and without leaving anything out, then the best of all it met."""
+    """Run the beam without a cache and without pruning; return the tree of the best nodes found."""
     met: dict[tuple[int, ...], float] = {}
     beam: dict[tuple[int, ...], float] = {(): 0.0}
     for _ in range(depth):

@@ -1,6 +1,6 @@
-"""Specification of every drafter: greedy text, bounds, batches. And what is the draft model's own.
+"""Specification of every drafter: greedy text, bounds and batches; and tests of the draft model.
 
-A session keeps up with any texts: whatever is accepted, in whichever row, however long it is not asked.
+A session follows any texts, whatever is accepted in any row, even if it is not called for a long time.
 """
 
 import itertools
@@ -40,7 +40,7 @@ from decoding.rules.tree import Proposal, ProposalKind
 SAMPLED = SamplingConfig(1.0, top_p=0.9)
 PENALISED = SamplingConfig(0.9, repetition_penalty=1.4)
 FEW = ["chain", "draft tree", "Markov heads", "DSpark tree", "EAGLE-3 best tree", "lookup", "drawn hybrid"]
-"""They stand for all in `make check`."""
+"""These represent all drafters in `make check`."""
 ALL = pytest.mark.parametrize("name", few(DRAFTERS, FEW))
 
 
@@ -60,7 +60,7 @@ def test_trees_keep_to_their_bounds_and_budgets_grow(tiny_llama: CausalLM, tiny_
 
 
 def check_rows(target: CausalLM, draft: CausalLM, name: str, sampling: SamplingConfig, seed: int) -> None:
-    """Check that rows that accept, pause and move as they like are drafted for as sessions of one row each draft."""
+    """Check that rows that accept, pause and move at random get the same drafts as in sessions of one row each."""
     chance, drafter = random.Random(seed), DRAFTERS[name](target, draft)
     batch = Follower(drafter, target, sampling, rows=3)
     alone = [Follower(drafter, target, sampling, seed=row) for row in range(3)]
@@ -115,7 +115,7 @@ def test_a_draft_of_another_padding_never_proposes_what_either_does_not_know(
 ) -> None:
     drafter = DRAFTERS[name](tiny_llama, CausalLM(tiny_model("llama", vocab=vocab, seed=2)))
     for sampling in (SamplingConfig(), SamplingConfig(1.5), PENALISED):
-        for text in ([1, 2], [1, 2, 15], [1, 2, 15, 14, 13]):  # a draft of 12 does not know 13 to 15
+        for text in ([1, 2], [1, 2, 15], [1, 2, 15, 14, 13]):  # a draft of 12 tokens does not know 13 to 15
             (proposal,) = opened(drafter, tiny_llama, sampling).propose([request(text)])
             assert max(proposal.tree.token_list[1:]) < min(vocab, 16)
             if proposal.q is not None:
@@ -126,7 +126,7 @@ def test_a_draft_of_another_padding_never_proposes_what_either_does_not_know(
 
 
 class OnlyLateTokens:
-    """Forbids every token below 12 in texts whose length is in ``where`` modulo 5."""
+    """Processor that forbids every token below 12 in texts whose length is in ``where`` modulo 5."""
 
     def __init__(self, where: Sequence[int]) -> None:
         self._where = where
@@ -144,7 +144,8 @@ def test_a_draft_ends_at_the_node_after_which_it_knows_no_token_allowed(tiny_lla
     (proposal,) = opened(drafter, tiny_llama, nothing).propose([request([1, 2, 3, 1, 2])])
     assert proposal.tree.token_list == [2]
     session = opened(drafter, tiny_llama, SamplingConfig(1.0, processors=(OnlyLateTokens([2]),)), rows=2)
-    # After five tokens it may draft two, the second row after six one: no text of seven tokens is followed.
+    # After five tokens it may draft two; the second row, after six tokens, may draft one. No text of seven tokens is
+    # continued.
     for texts in ([[1, 2, 3, 1, 2], [4, 4, 4, 4, 4, 4]], [[1, 2, 3, 1, 2, 5], [4, 4, 4, 4, 4, 4, 4]]):
         proposals = session.propose([request(text) for text in texts])
         assert [proposal.tree.shape.max_depth for proposal in proposals] == [7 - len(text) for text in texts]
@@ -153,7 +154,7 @@ def test_a_draft_ends_at_the_node_after_which_it_knows_no_token_allowed(tiny_lla
 
 
 def trimmed(*output_tokens: int) -> CausalLM:
-    """A draft whose lm_head writes these tokens alone."""
+    """Make a draft whose lm_head writes only these tokens."""
     model = tiny_model("llama", seed=1)
     head = torch.nn.Linear(model.config.hidden_size, len(output_tokens), bias=False)
     model.set_output_embeddings(head)
@@ -184,7 +185,7 @@ def test_nothing_that_was_accepted_is_run_again_and_a_new_row_is_caught_up_alone
     session = opened(DraftModelDrafter(draft, 3), tiny_llama)
     text = [1, 2, 3, 4]
     (proposal,) = session.propose([request(text)])
-    text += [*proposal.tree.token_list[1:], 9]  # all three accepted, and then the target's own
+    text += [*proposal.tree.token_list[1:], 9]  # all three accepted, followed by the target's token
     assert shapes == [(1, 3), (1, 1), (1, 1), (1, 1)], "the prompt, its last token, two of the chain"
     shapes.clear()
     session.propose([request(text)])
@@ -253,7 +254,9 @@ def test_heads_of_few_tokens_have_the_logits_of_these_tokens(tiny_llama: CausalL
 
 
 def counting_heads() -> MedusaHeads:
-    """Heads for the counting target: of a hidden state at token x, head k's best is x + 2 + k, then x + 3 + k, ..."""
+    """Make heads for the counting target: for a hidden state at token x, the best token of head k is x + 2 + k, then x
+    + 3 + k, ...
+    """
     heads = MedusaHeads(MedusaConfig(16, 16, 3, tree=((0,),)))
     with torch.no_grad():
         for k, head in enumerate(heads.heads):
@@ -265,7 +268,8 @@ def counting_heads() -> MedusaHeads:
 def test_head_k_drafts_the_token_k_plus_two_after_its_hidden_state(counting: CausalLM) -> None:
     drafter = MedusaDrafter(counting_heads(), PATHS)
     proposals = Follower(drafter, counting, rows=3).propose([4, 5, 6], [4, 5, 6], [1, 2], depths=[9, 2, 1])
-    # The hidden state is that of 5; the root is 6; head 0 wants 7, head 1 wants 8, head 2 wants 9; rank r is r more.
+    # The hidden state is at 5 and the root is 6; head 0 predicts 7, head 1 predicts 8, head 2 predicts 9; rank r adds
+    # r.
     assert proposals[0].tree.shape.parents == (-1, 0, 0, 0, 1, 1, 3, 5)
     assert [proposal.tree.token_list for proposal in proposals] == [
         [6, 7, 8, 9, 8, 9, 8, 9],
@@ -280,7 +284,7 @@ def test_heads_that_are_right_are_accepted_whole_through_the_loop(counting: Caus
     drafter = MedusaDrafter(counting_heads(), [[0], *beside, [0, 0], [0, 0, 0]])
     generation = Engine(counting, drafter).decode([0], DecodingConfig(13))
     assert generation.tokens == tuple(range(1, 14))
-    # The prefill writes one, then three times three drafted and one written.
+    # The prefill writes one token; then three passes write three drafted tokens and one token of the target each.
     assert [(step.accepted, len(step.tokens)) for step in generation.steps] == [(0, 1), (3, 4), (3, 4), (3, 4)]
 
 
@@ -308,7 +312,7 @@ def every_start(path: Sequence[int]) -> set[tuple[int, ...]]:
 
 
 def naive_paths(tokens: list[int], depth: int, ngram: int, min_ngram: int, branches: int) -> set[tuple[int, ...]]:
-    """Try every suffix, longest first, against every earlier place, latest first; four places for each branch."""
+    """Compare every suffix, longest first, with every earlier place, latest first; try four places for each branch."""
     found: set[tuple[int, ...]] = set()
     added = 0
     for size in range(min(ngram, len(tokens)), min_ngram - 1, -1):
@@ -355,14 +359,14 @@ def test_prompt_lookup_is_the_naive_search_however_the_text_grows(
 def test_a_proposal_tells_how_long_its_match_is_beyond_the_longest_ngram_too(tiny_llama: CausalLM) -> None:
     assert lookup(tiny_llama, [1, 2, 3]).matched == 0
     assert lookup(tiny_llama, [1, 2, 3, 2]).matched == 1
-    # 1 2 3 4 5 stood before, after another token; the n-gram that found it has three tokens.
+    # 1 2 3 4 5 occurred earlier after another token; the n-gram that finds it has three tokens.
     assert lookup(tiny_llama, [7, 1, 2, 3, 4, 5, 6, 8, 1, 2, 3, 4, 5], ngram=3).matched == 5
-    # The latest occurrence of the suffix counts, as it is the one continued: 9 4 5 there, 3 4 5 before.
+    # The latest occurrence of the suffix counts, because it is continued: it is 9 4 5, and the one before is 3 4 5.
     assert lookup(tiny_llama, [3, 4, 5, 6, 9, 4, 5, 6, 3, 4, 5], ngram=2).matched == 2
 
 
 def test_a_second_branch_is_accepted_where_the_first_is_wrong(counting: CausalLM) -> None:
-    # Behind 0 there was 1 and, later, 9: the counting target wants 1 2 3, the second branch.
+    # After 0 came 1 and, later, 9. The counting target writes 1 2 3, which is the second branch.
     prompt = [0, 1, 2, 3, 4, 0, 9, 15]
     steps = Engine(counting, PromptLookupDrafter(3, branches=2)).decode(prompt, DecodingConfig(5)).steps
     assert steps[1].accepted == 3

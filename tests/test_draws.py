@@ -1,4 +1,4 @@
-"""From probabilities to tokens: every threshold exact, and never a token of weight 0."""
+"""From probabilities to tokens: every threshold is exact, and no token of weight 0 is drawn."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from decoding.rules.drawing import GeneratorSource, _monotone, draw_rows_without
 
 
 class FixedUniform(GeneratorSource):
-    """A source whose uniform is always the same."""
+    """A source whose uniform number is always the same."""
 
     def __init__(self, uniform: float) -> None:
         super().__init__(torch.Generator())
@@ -57,7 +57,7 @@ def test_drawing_many_rows_is_drawing_each_and_never_a_weight_of_zero(
 
 
 def test_sums_that_fall_or_rise_where_there_is_no_weight_are_put_right() -> None:
-    # As a parallel sum may have them: in the last bits, where the weight is 0.
+    # A parallel sum may have such differences in the last bits at a weight of 0.
     up, down = 0.5 + 2**-53, 0.5 - 2**-54
     weights = torch.tensor([0.0, 0.5, 0.0, 0.0, 0.5, 0.0])
     sums = torch.tensor([2.0**-60, 0.5, up, down, 1.0, 1 + 2**-52], dtype=torch.float64)
@@ -83,7 +83,7 @@ def test_a_seed_has_independent_streams_that_are_the_same_in_every_run() -> None
     assert uniforms(0, "draft") == uniforms(0, "draft")
     keys = [(seed, stream) for seed in (-1, 0, 1, 2**32, 2**64) for stream in ("", "draft", "verify", 0, 1, -1)]
     assert len({uniforms(*key)[0] for key in keys}) == len(keys) == 30
-    # Whatever the machine: texts are reproduced from their seed.
+    # The numbers are the same on every machine, so texts can be reproduced from their seed.
     assert uniforms(0, "draft")[0] == pytest.approx(FIRST_OF_SEED_0)
 
 

@@ -1,4 +1,4 @@
-"""DSpark drafts as drafters: each step's block is what a plain forward pass of the whole text says, in every row."""
+"""DSpark drafts as drafters: in every row, the block of each step equals a plain forward pass over the whole text."""
 
 import random
 from typing import Any
@@ -24,13 +24,13 @@ from decoding.rules.sampling import SamplingConfig
 
 @pytest.fixture(scope="module")
 def deep() -> CausalLM:
-    """A target of four layers, of which three may be read."""
+    """Make a target of four layers, of which three can be read."""
     return CausalLM(tiny_model(num_hidden_layers=4))
 
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The logits of each step's blocks, (rows, deepest tree, vocab), as the drafter computes them."""
+    """Collect the logits of each step's blocks, (rows, deepest tree, vocab), that the drafter computes."""
     found, logits = list[Tensor](), PairedDSpark.logits
     monkeypatch.setattr(PairedDSpark, "logits", lambda *given: found.append(logits(*given)) or found[-1])
     return found
@@ -70,7 +70,7 @@ FORMS: dict[str, dict[str, Any]] = {
 def test_every_slot_of_every_step_is_that_of_a_plain_forward_of_the_whole_text(
     deep: CausalLM, seen: list[Tensor], form: str, sample_from_anchor: bool
 ) -> None:
-    """Rows of other lengths, which accept, pause and move as they like."""
+    """Rows have different lengths, and accept, pause and move at random."""
     draft = tiny_dspark(deep, sample_from_anchor=sample_from_anchor, **FORMS[form])
     chance = random.Random(form)
     follower = Follower(DSparkDrafter(draft), deep, rows=3)
@@ -124,7 +124,9 @@ def test_the_plain_forward_tells_windows_and_causal_blocks_and_shifted_positions
 def test_a_chain_is_that_of_the_plain_definition_of_its_bias(
     deep: CausalLM, kind: str, sample_from_anchor: bool, sampling: SamplingConfig
 ) -> None:
-    """At every depth and in every row: the best token, or the distribution that the token was drawn from."""
+    """At every depth and in every row, the best token, or the distribution from which the token was drawn,
+    is compared.
+    """
     draft = tiny_dspark(deep, markov_head_type=kind, sample_from_anchor=sample_from_anchor)
     follower, texts = Follower(DSparkDrafter(draft), deep, sampling, rows=2), [[3, 1, 4, 1, 5], [9, 2]]
     for _ in range(3):
@@ -185,7 +187,7 @@ def test_long_texts_are_read_one_by_one_to_the_same_keys(deep: CausalLM, monkeyp
 
 @pytest.mark.parametrize("family", few(["gemma3", "gpt2", "granite"], ["gemma3"]))
 def test_targets_of_other_families_write_plain_greedy_too(family: str) -> None:
-    """Scaled embeddings and logits, learned positions, windows."""
+    """The families have scaled embeddings and logits, learned positions, and windows."""
     target = CausalLM(tiny_model(family))
     check_greedy(target, DSparkDrafter(tiny_dspark(target)), count=8)
 
@@ -244,7 +246,7 @@ THEIRS = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.outpu
 
 
 def assistant_of(draft: DSparkDraft) -> MuseGlimmerAssistantModel:
-    """Return transformers' module with a draft's weights; its block counts the newest token, as in files."""
+    """Return transformers' module with a draft's weights; its block size counts the newest token, as in files."""
     ours = draft.config
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     config = MuseGlimmerAssistantConfig(
@@ -269,7 +271,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("form", few(SHAPES, [*SHAPES][1:2]))
 def test_every_draft_of_transformers_generator_is_ours(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each call of their generator, in `generate` with the same target, the text, the tokens and the logits."""
+    """For each call of their generator, in `generate` with the same target, the text, the tokens and the logits are
+    compared.
+    """
     target = CausalLM(tiny_model(num_hidden_layers=4))
     draft, prompt, new = tiny_dflash(target, **SHAPES[form]), [3, 1, 4, 1, 5], 24
     calls, candidates = list[tuple[list[int], list[int], Tensor]](), DFlashTokenCandidateGenerator.get_candidates

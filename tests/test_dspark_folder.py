@@ -1,4 +1,6 @@
-"""Folders of DSpark and DFlash drafts: what servers read, read back to the bit, and refused in one sentence."""
+"""Folders of DSpark and DFlash drafts: the form that servers read, reading back to the bit,
+and errors in one sentence.
+"""
 
 import json
 from collections.abc import Callable
@@ -27,7 +29,7 @@ def target() -> CausalLM:
 
 
 def test_the_tensors_are_those_that_servers_read_by_name_and_shape(target: CausalLM, tmp_path: Path) -> None:
-    """H 16, two heads of 32, one key head, I 24, V 16, r 3, three taps of a target as wide."""
+    """Sizes: H 16, two heads of 32, one key head, I 24, V 16, r 3, and three taps of a target with the same width."""
     tiny_dspark(target, enable_confidence_head=True).save_pretrained(tmp_path)
     layer = {
         "input_layernorm": [16],
@@ -290,7 +292,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_the_folders_of_other_trainers_draft_as_the_same_weights_do_here(
     target: CausalLM, tmp_path: Path, name: str
 ) -> None:
-    """With copies of the target's ends, and maps from the draft's ids to the same."""
+    """The folders contain copies of the target's embedding and lm_head, and identity maps of the draft's ids."""
     content, wanted = SHAPES[name]
     same = {key: LAYERS[key] for key in (*SIZED, *HEADS)}
     wanted = {**same, "rope_theta": 5e5, "target_layer_ids": (0, 2), "mask_token_id": 7, **wanted}
@@ -405,7 +407,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "does not contain tensors"),
     "another architecture": (with_config(architectures=["Qwen3ForCausalLM"]), "does not contain a DSpark draft"),
 }  # fmt: skip
-"""Also settings of other trainers that change the computation and are not supported here."""
+"""These include settings of other trainers that change the computation and are not supported here."""
 BROKEN |= {
     name: (with_config(**{name: value}), f"{name} is {value}")
     for name, value in {

@@ -1,4 +1,6 @@
-"""The training of DSpark drafts: one forward pass of all blocks is many plain ones, and only labels are trained."""
+"""The training of DSpark drafts: one forward pass of all blocks equals many plain passes,
+and only labels are trained.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,7 +43,7 @@ def gradients(objective: DSparkObjective) -> dict[str, Tensor]:
 def test_losses_and_gradients_are_those_of_one_plain_forward_for_each_anchor(
     family: str, kind: str, form: dict[str, Any]
 ) -> None:
-    """The plain forward pass is what the drafter computes, so that training and decoding have the same logits."""
+    """The drafter computes the same plain forward pass, so training and decoding have the same logits."""
     target = tiny_model(family).double()
     section = {name: form[name] for name in form if name not in WINDOWS}
     objective = objective_for(target, loss={kind: 1.0}, confidence=False, **section)
@@ -70,7 +72,9 @@ def test_losses_and_gradients_are_those_of_one_plain_forward_for_each_anchor(
 
 
 def test_no_block_sees_another_nor_a_text_beside_its_own() -> None:
-    """More anchors, other rows and packed documents change no block's loss; here every position is an anchor."""
+    """More anchors, other rows and packed documents do not change the loss of any block; here every position is an
+    anchor.
+    """
     objective = objective_for(tiny_model("llama"), anchors=20)
     packed = collate(pack(list(TEXTS), max_length=16))
     assert packed.tokens.shape == (1, 16)
@@ -81,7 +85,10 @@ def test_no_block_sees_another_nor_a_text_beside_its_own() -> None:
 
 
 def test_a_block_is_trained_up_to_the_first_token_that_is_no_answers() -> None:
-    """The answers are tokens 2 to 4 and 6 to 9: positions 1, 2, 3, 5, 6, 7, 8 predict them, and are the anchors."""
+    """The answers are tokens 2 to 4 and 6 to 9.
+
+    Positions 1, 2, 3, 5, 6, 7 and 8 predict these tokens, so they are the anchors.
+    """
     batch = collate([TURNS])
     blocks = sample_blocks(batch, anchors=20, depth=3, seed=0, step=0)
     assert blocks.anchors.tolist() == [[1, 2, 3, 5, 6, 7, 8]] and blocks.given.all()
@@ -133,7 +140,9 @@ def test_confidence_changes_no_gradient_of_the_draft() -> None:
 
 
 def test_the_best_confidence_is_the_acceptance() -> None:
-    """A draft that knows nothing: q is 1/16 everywhere, and its confidence is one number, best at the mean Σ min."""
+    """The draft knows nothing: q is 1/16 everywhere, and its confidence is one number, which is best at the mean of Σ
+    min.
+    """
     objective = objective_for(tiny_model("llama"), anchors=20)
     draft = objective.module.draft
     for parameter in (draft.norm.weight, draft.markov.embedding.weight):
@@ -167,7 +176,7 @@ def test_a_trained_draft_is_accepted_at_every_token_and_knows_it() -> None:
 @pytest.mark.parametrize("sample_from_anchor", [True, False])
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 def test_logits_along_a_text_are_those_behind_each_of_its_tokens(kind: str, sample_from_anchor: bool) -> None:
-    """Also of a draft with windows and of a bias that reads the block; the bias reads the text."""
+    """This includes a draft with windows and a bias that reads the block; here the bias reads tokens of the text."""
     target, text, first = CausalLM(tiny_model(num_hidden_layers=3)), [3, 1, 4, 1, 5, 9, 2, 6, 5], 2
     windows = {"num_hidden_layers": 2, **WINDOWS}
     draft = tiny_dspark(target, markov_head_type=kind, sample_from_anchor=sample_from_anchor, **windows)

@@ -1,4 +1,6 @@
-"""EAGLE-3 drafts as drafters: every node's distribution is that of a plain forward, in every row and after any step."""
+"""EAGLE-3 drafts as drafters: in every row and after any step, the distribution at every node equals a plain forward
+pass.
+"""
 
 import random
 from collections.abc import Callable
@@ -39,12 +41,12 @@ DRAWN = SamplingConfig(1.0)
 
 @pytest.fixture(scope="module")
 def deep() -> CausalLM:
-    """A target of four layers, of which three may be read."""
+    """Make a target of four layers, of which three can be read."""
     return CausalLM(tiny_model(num_hidden_layers=4))
 
 
 def distance(proposal: Proposal, draft: Eagle3Draft, target: CausalLM, text: list[int]) -> float:
-    """Return the largest difference of a drawn tree's q from that of plain forwards."""
+    """Return the largest difference between the q of a drawn tree and the q of plain forward passes."""
     found = [0.0]
     for node, children in enumerate(proposal.tree.shape.children):
         if children:
@@ -58,7 +60,9 @@ def distance(proposal: Proposal, draft: Eagle3Draft, target: CausalLM, text: lis
 @pytest.mark.parametrize("tree", [None, TREE, ((0,), (0, 0), (0, 1), (0, 0, 0), (0, 1, 0), (0, 1, 1), (0, 1, 1, 0))])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_q_of_every_step_is_that_of_a_plain_forward(deep: CausalLM, form: str, tree: Any) -> None:
-    """Rows of other lengths, which accept, reject, pause and move as they like; one grows by many tokens at once."""
+    """Rows have different lengths, and accept, reject, pause and move at random;
+    one row grows by many tokens at once.
+    """
     draft, chance = tiny_eagle3(deep, **FORMS[form]), random.Random(form)
     follower = Follower(Eagle3Drafter(draft, tree=tree), deep, DRAWN, rows=3)
     texts = [[3, 1, 4, 1, 5], [9], [chance.randrange(16) for _ in range(20)]]
@@ -84,7 +88,9 @@ def _normed(self: Eagle3Draft, states: Tensor) -> Tensor:
 
 
 def _keeping(self: Eagle3State, first: int, texts: Any, states: Any, own: Any = Eagle3State._append) -> None:
-    """Keep the key of the first drafted slot of the step before, where the token that became text has its own."""
+    """Plant a fault: keep the key of the first drafted slot of the previous step instead of the key of the accepted
+    token.
+    """
     begin = self._lengths[0]
     held = self._keys[0, :, begin].clone()
     own(self, first, texts, states)
@@ -155,7 +161,7 @@ def test_the_best_first_tree_holds_the_likeliest_paths_of_plain_forwards(deep: C
 
 @pytest.mark.parametrize("family", few(["gemma3", "gpt2", "granite"], ["gemma3"]))
 def test_targets_of_other_families_write_plain_greedy_too(family: str) -> None:
-    """Scaled embeddings and logits, learned positions, windows."""
+    """The families have scaled embeddings and logits, learned positions, and windows."""
     target = CausalLM(tiny_model(family))
     check_greedy(target, Eagle3Drafter(tiny_eagle3(target)), count=8)
 

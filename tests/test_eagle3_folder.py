@@ -1,4 +1,4 @@
-"""Folders of EAGLE-3 drafts: read back to the bit, in other trainers' forms, or refused in one sentence."""
+"""Folders of EAGLE-3 drafts: read back to the bit, read in other trainers' forms, or rejected in one sentence."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,9 @@ def target() -> CausalLM:
 
 
 def test_the_tensors_and_the_config_are_those_that_every_server_reads(target: CausalLM, tmp_path: Path) -> None:
-    """H 16, two heads of 8, one key head, I 24, V 16, of which 5 are written, the default taps 2, 4 and 5 of 8."""
+    """Sizes: H 16, two heads of 8, one key head, I 24, V 16, of which 5 tokens can be written; the default taps are 2,
+    4 and 5 of 8 layers.
+    """
     tiny_eagle3(target, writes=(0, 2, 3, 5, 15), target_layer_ids=(1, 3, 4)).bfloat16().save_pretrained(tmp_path)
     wanted = {
         "input_layernorm": [16],
@@ -73,7 +75,7 @@ def test_the_tensors_and_the_config_are_those_that_every_server_reads(target: Ca
 
 
 def test_the_default_layers_are_those_that_servers_tap() -> None:
-    """Taps 2, 16 and 29 of 32 are the states after layers 1, 15 and 28."""
+    """For 32 layers, taps 2, 16 and 29 are the states after layers 1, 15 and 28."""
     assert default_layers(32) == (1, 15, 28) and default_layers(8) == (1, 3, 4) and default_layers(7) == (1, 2, 3)
     with pytest.raises(ValueError, match="a target of 6 layers has too few for them"):
         default_layers(6)
@@ -225,7 +227,9 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_the_folders_of_other_trainers_draft_as_the_same_weights_do_here(
     target: CausalLM, tmp_path: Path, name: str
 ) -> None:
-    """With the names of layers, copies of the target's embedding and the inverse map that some trainers store."""
+    """The folders have the layer names, the copies of the target's embedding and the inverse map that some trainers
+    store.
+    """
     content, wanted = SHAPES[name]
     draft = tiny_eagle3(target, (0, 2, 3, 5, 15), **wanted)
     draft.save_pretrained(tmp_path)

@@ -1,4 +1,6 @@
-"""The training of EAGLE-3 drafts: unrolled at many places at once, it computes what decoding computes at each."""
+"""The training of EAGLE-3 drafts is unrolled at many places at once,
+and computes the same as decoding at each place.
+"""
 
 import json
 from dataclasses import replace
@@ -48,7 +50,7 @@ FLAGS = {"norm_before_residual": True, "norm_output": True}
 def test_losses_and_gradients_are_those_of_one_plain_forward_for_each_token(
     family: str, kind: str, form: dict[str, Any]
 ) -> None:
-    """The plain forward is the one that decoding is tested with."""
+    """Decoding is tested with the same plain forward pass."""
     target = tiny_model(family).double()
     section = {name: form[name] for name in form if name not in FLAGS}
     objective = eagle3_for(target, loss={kind: 1.0}, **section)
@@ -70,7 +72,9 @@ def test_losses_and_gradients_are_those_of_one_plain_forward_for_each_token(
 
 
 def stepped(draft: Eagle3Draft, target: CausalLM, text: list[int], anchor: int, steps: int) -> torch.Tensor:
-    """The draft's logits after each token of a drafted chain that repeats the text, (steps, vocab), as in decoding."""
+    """Return the draft's logits after each token of a drafted chain that repeats the text, (steps, vocab), as in
+    decoding.
+    """
     state = Eagle3State(draft, target, SamplingConfig(), rows=1, max_length=64, max_nodes=steps)
     state.admit(0, TextStart(1, GeneratorSource.from_seed(0)))
     states = states_at(target, text, draft.config.target_layer_ids)[:anchor]
@@ -88,7 +92,7 @@ def stepped(draft: Eagle3Draft, target: CausalLM, text: list[int], anchor: int, 
 def test_a_step_of_training_has_the_logits_of_the_decoders_step_along_the_same_tokens(
     form: dict[str, Any], packed: bool
 ) -> None:
-    """Every anchor of every text at once, in fp64; what decoding runs slot by slot with its cache."""
+    """Training computes every anchor of every text at once, in fp64; decoding runs slot by slot with its cache."""
     target, steps = CausalLM(tiny_model(num_hidden_layers=4).double()), 4
     draft = tiny_eagle3(target, **form).double()
     batch = collate(pack(list(TEXTS), max_length=16) if packed else TEXTS)
@@ -127,7 +131,9 @@ def test_the_decoder_tells_faults_of_training_apart(monkeypatch: pytest.MonkeyPa
 
 
 def test_no_chain_sees_another_nor_a_text_beside_its_own() -> None:
-    """More anchors, other rows and packed documents change no chain's loss; here every position is an anchor."""
+    """More anchors, other rows and packed documents do not change the loss of any chain; here every position is an
+    anchor.
+    """
     objective = eagle3_for(tiny_model("llama"), anchors=20)
     packed = collate(pack(list(TEXTS), max_length=16))
     together, apart = (objective.module(*objective.inputs(batch, 0)).losses for batch in (packed, collate(TEXTS)))
@@ -137,7 +143,10 @@ def test_no_chain_sees_another_nor_a_text_beside_its_own() -> None:
 
 
 def test_a_chain_is_trained_up_to_the_first_token_that_is_no_answers_and_never_on_a_texts_second_token() -> None:
-    """Answers: tokens 2 to 4 and 6 to 9. Of a text of six tokens 2 to 5 are predicted: no slot is before token 1."""
+    """The answers are tokens 2 to 4 and 6 to 9.
+
+    In a text of six tokens, tokens 2 to 5 are predicted, because no slot is before token 1.
+    """
     objective = eagle3_for(tiny_model("llama"), anchors=20, steps=3)
     blocks = objective.prefetch(collate([TURNS]), 0).blocks
     assert blocks.anchors.tolist() == [[1, 2, 3, 5, 6, 7, 8]]
@@ -173,7 +182,9 @@ def started(target: CausalLM, **section: Any) -> Eagle3Draft:
 
 
 def test_a_new_draft_is_the_form_that_every_server_reads(tmp_path: Path) -> None:
-    """The default layers, no flag, and the target's own rows in the lm_head: of frequent tokens, and of the end."""
+    """It has the default layers, no flag, and an lm_head with the target's rows for frequent tokens and for the end
+    token.
+    """
     model = tiny_model(num_hidden_layers=8, rope_parameters=LLAMA3 | {"original_max_position_embeddings": 32})
     target = CausalLM(model)
     draft = started(target, taps=None, vocabulary=5)
@@ -205,7 +216,7 @@ def test_drafts_that_do_not_fit_the_target_are_refused(layers: int, section: dic
 
 
 def test_a_stored_draft_goes_on_as_it_is_or_is_refused_for_other_sizes(tmp_path: Path) -> None:
-    """With its flags, which its config names."""
+    """Its flags, which its config names, are kept."""
     target = CausalLM(tiny_model())
     tiny_eagle3(target, writes=(0, 1, 5), norm_output=True, fc_norm=True).save_pretrained(tmp_path)
     draft = started(target, init={"from_model": str(tmp_path)})
@@ -225,7 +236,10 @@ def test_a_stored_draft_goes_on_as_it_is_or_is_refused_for_other_sizes(tmp_path:
     ("section", "problem"),
     [
         ({"dspark": {}}, "draft.dspark and draft.eagle3 are both given"),
-        ({"policy": {"loop": 1}}, "an EAGLE-3 draft needs runs of trained tokens: set draft.policy.loop_trains=all"),
+        (
+            {"policy": {"loop": 1}},
+            "an EAGLE-3 draft needs consecutive trained tokens: set draft.policy.loop_trains=all",
+        ),
         ({"init": {"from_config": {}}}, "draft.init.from_config does not apply to an EAGLE-3 draft"),
     ],
 )
@@ -238,7 +252,7 @@ def test_recipes_that_an_eagle_3_draft_does_not_fit_are_refused(section: dict[st
 def test_layers_that_are_the_default_ones_of_another_depth_are_still_those_of_the_draft(
     tmp_path: Path, layers: int
 ) -> None:
-    """Layers 1, 3 and 4 are the default ones of eight layers."""
+    """Layers 1, 3 and 4 are the defaults for eight layers."""
     target = CausalLM(tiny_model(num_hidden_layers=layers))
     section = eagle3_section(taps=(1, 3, 4))
     Eagle3Objective(target, initial_eagle3(target, tiny_tokenizer(), section, TEXTS), section, 0).save(tmp_path)

@@ -1,4 +1,4 @@
-"""What leaves in an export: names, shapes and bits as servers load them, a card that tells the truth, or nothing."""
+"""An export has the names, shapes and bits that servers load and a correct card, or nothing is written."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ CONFIG = MedusaConfig(hidden_size=8, vocab_size=12, num_heads=2, num_layers=2, t
 
 
 def random_heads(config: MedusaConfig = CONFIG, dtype: torch.dtype = torch.float32) -> MedusaHeads:
-    """Heads whose every tensor, biases included, is random."""
+    """Make heads in which every tensor, including biases, is random."""
     generator = torch.Generator().manual_seed(0)
     heads = MedusaHeads(config)
     with torch.no_grad():
@@ -47,7 +47,7 @@ def heads_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny draft in bf16 with a word-level tokenizer and a chat template."""
+    """Write a tiny draft in bf16 with a word-level tokenizer and a chat template."""
     folder = tmp_path_factory.mktemp("draft") / "run"
     vocabulary = {"<unk>": 0, "<eos>": 1} | {chr(97 + i): i + 2 for i in range(14)}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -66,7 +66,7 @@ def write_json(path: Path, value: Any) -> Path:
 
 
 def report_of(**fingerprints: str | None) -> dict[str, Any]:
-    """A report of heads or a draft, of one row each, with prompt lookup."""
+    """Make a report of heads or a draft, and of prompt lookup, with one row each."""
     drafted = [("medusa", "heads"), ("draft model", "draft"), ("prompt lookup", None), ("plain", None)]
     drafted += [("transformers generate", None), ("transformers assisted", "draft")]
     rows = [
@@ -235,7 +235,7 @@ def test_an_exported_draft_names_no_code_that_is_not_with_it(draft_folder: Path,
 
 @pytest.fixture
 def final(tmp_path: Path) -> Path:
-    """The final folder of a run of heads with adapters on a target of 128 positions."""
+    """Return the final folder of a run of heads with adapters, on a target of 128 positions."""
     folder = run_of(tmp_path, "medusa")
     torch.manual_seed(0)
     objective = objective_on(CausalLM(load_model(str(tmp_path / "target"), torch.float32)))
@@ -278,9 +278,9 @@ HEADS = MedusaConfig(hidden_size=16, vocab_size=16, num_heads=2, tree=((0,), (1,
 
 
 def run_of(folder: Path, kind: str) -> Path:
-    """The final folder of a run in ``folder``: its target, its data, and its provenance without weights.
+    """Write the final folder of a run in ``folder``, with target, data and provenance but without weights.
 
-    The target has 128 positions and ends no text: its end token is none of its vocabulary.
+    The target has 128 positions and never ends a text, because its end token is outside its vocabulary.
     """
     write_target(folder / "target", max_position_embeddings=128)
     (folder / "target" / "generation_config.json").write_text(json.dumps({"eos_token_id": 16}))
@@ -323,14 +323,14 @@ def test_exported_heads_draft_as_the_trained_ones(
 
 
 def test_a_draft_that_is_its_target_has_every_token_accepted(target_as_draft: Path, tmp_path: Path) -> None:
-    """14 tokens each: one by the prefill, 10 in 2 passes of 4 + 1, and the last 3 in another."""
+    """Each text has 14 tokens: one from the prefill, 10 from two passes of 4 + 1, and the last 3 from a third pass."""
     sentence = export(target_as_draft, tmp_path / "out", "draft").compared[-1]
     assert "(draft model, 4 tokens): 3/3 texts equal, 3/3 as in plain decoding" in sentence
     assert sentence.endswith(f"{13 / 3:.2f} tokens per target pass, accepted 9/9/6/6 in 9 passes")
 
 
 def test_without_target_or_prompts_the_export_says_what_to_give(heads: Path, tmp_path: Path) -> None:
-    """A recorded target on the Hub is not fetched: it is taken where it is in the cache."""
+    """A recorded target on the Hub is not fetched, but it is used if it is in the cache."""
     stored = json.loads((heads / "provenance.json").read_text())
 
     def told(name: str, **changes: Any) -> str:
@@ -369,7 +369,7 @@ def test_heads_that_read_back_otherwise_are_caught_by_their_logits(
 
 
 def read_with_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the written draft read back as another one than the trained."""
+    """Make the written draft read back differently from the trained draft."""
     load = folder_formats.load_draft
 
     def noisy(name: str, *rest: Any) -> Any:

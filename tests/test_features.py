@@ -1,4 +1,6 @@
-"""Stores on disk: training on the target's stored states or best logits gives what training on the target gives."""
+"""Stores on disk: training on the target's stored states or best logits has the same result as training on the
+target.
+"""
 
 import errno
 import io
@@ -65,13 +67,13 @@ def write(
     writer: type[FeatureWriter] = FeatureWriter,
     process: Process = ALONE,
 ) -> FeatureStore:
-    """Complete features of EXAMPLES."""
+    """Write the complete features of EXAMPLES."""
     origin = identity_of(target, states=states)
     return FeatureStore(folder, origin, ensure_store(writer(target, origin), EXAMPLES, folder, SHARD_TOKENS, process))
 
 
 class BreakingOff(FeatureWriter):
-    """Ends at the last example."""
+    """A writer that breaks off at the last example."""
 
     def compute_columns(self, batch: Batch) -> dict[str, Tensor]:
         if len(EXAMPLES) - 1 in batch.examples:
@@ -85,7 +87,7 @@ def heard() -> tuple[Process, io.StringIO]:
 
 
 def alone(target: CausalLM, tokens: Sequence[int]) -> Tensor:
-    """What the lm_head reads when these tokens are all there is."""
+    """Return the input of the lm_head in a pass over only these tokens."""
     with torch.no_grad(), capture_lm_head_input(target.model) as captured:
         target.model(torch.tensor([list(tokens)]), use_cache=False)
     return captured[0][0]
@@ -97,7 +99,7 @@ def stored(tiny_llama: CausalLM, tmp_path: Path) -> FeatureStore:
 
 
 def written_at(folder: Path) -> dict[str, int]:
-    """When each file was written; a file that is written again is another file."""
+    """Return the time at which each file was written, which shows whether a file was written again."""
     return {path.name: path.stat().st_ino for path in folder.glob("*.safetensors")}
 
 
@@ -128,7 +130,7 @@ def test_documents_packed_into_one_example_are_stored_as_if_each_stood_alone(
 
 
 def test_states_in_int8_by_hand() -> None:
-    """A largest magnitude of 254 makes a scale of 2; a token of zeros has no scale, and stays zeros."""
+    """A largest magnitude of 254 gives a scale of 2; a token of zeros has scale 0 and stays zero."""
     rounded, scale = quantised(torch.tensor([[254.0, -3.0, 2.9, 0.0], [0.0, 0.0, 0.0, 0.0]]))
     assert rounded.dtype == torch.int8 and rounded.tolist() == [[127, -2, 1, 0], [0, 0, 0, 0]]
     assert scale.tolist() == [2.0, 0.0]
@@ -138,7 +140,7 @@ def test_states_in_int8_by_hand() -> None:
 def test_states_that_change_the_teacher_are_measured_before_they_are_written(
     taps: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Int8 changes an outlier's neighbours: one number 10,000 times the others leaves them nothing."""
+    """Int8 changes the neighbours of an outlier: next to a number that is 10,000 times larger, they become 0."""
     model = tiny_model("llama", num_hidden_layers=4, initializer_range=0.02)
     whole = Target("tiny", torch.float32, "x", tiny_tokenizer(), CausalLM(model))
 
@@ -185,7 +187,7 @@ def test_heads_learn_from_features_what_they_learn_from_the_target(tiny_llama: C
 def test_rows_of_similar_length_run_together_as_each_row_alone(
     tiny_llama: CausalLM, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups of up to 30 tokens, with little padding; states come back in the batch's order."""
+    """Groups have up to 30 tokens with little padding; the states are returned in the order of the batch."""
     examples = EXAMPLES
     if packed:
         pairs = zip(EXAMPLES[::2], EXAMPLES[1::2], strict=True)
@@ -274,7 +276,7 @@ def test_a_bad_file_is_named_and_it_alone_is_written_again(
 def test_a_manifest_that_cannot_be_read_stops_the_run_and_loses_nothing(
     tiny_llama: CausalLM, stored: FeatureStore, tmp_path: Path, content: str
 ) -> None:
-    """Taken for a new folder, it would be written over, whosever it is."""
+    """If the folder were treated as new, it would be overwritten, whatever it contains."""
     (tmp_path / "manifest.json").write_text(content)
     before = written_at(tmp_path)
     with pytest.raises(ValueError, match=r"manifest\.json cannot be read \(.*\): .* remove this file"):
@@ -324,21 +326,18 @@ def disk_with(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
 def test_the_estimate_is_what_the_files_take(
     tiny_llama: CausalLM, tmp_path: Path, states: StatesDtype, size: int
 ) -> None:
-    """12 examples of 87 tokens at 16 fp32 numbers.
-
-    In int8 a token is 16 bytes and its scale.
-    """
+    """There are 12 examples with 87 tokens of 16 fp32 numbers. In int8 a token takes 16 bytes and a scale."""
     origin = write(tiny_llama, tmp_path, states=states).origin
     estimate = estimate_bytes(EXAMPLES, origin)
     assert estimate == 87 * size + 16 * 16 * 4
     taken = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
-    assert estimate < taken < estimate + 4 * 400  # of four files' headers
+    assert estimate < taken < estimate + 4 * 400  # the size of the headers of four files
 
 
 def test_a_disk_that_is_too_small_is_refused_before_a_shard_is_written(
     tiny_llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They take 8 KB, and a quarter of a GB is kept free."""
+    """The features take 8 KB, and a quarter of a GB must stay free."""
     disk_with(monkeypatch, free=stores._SPARE_BYTES)
     with pytest.raises(ValueError, match=r"would take 0.00 GB more, but .* has 0.27 GB free.*data.max_rows"):
         write(tiny_llama, tmp_path)
@@ -377,7 +376,7 @@ def batch_of(*indices: int) -> Batch:
 
 
 def logits_at(target: CausalLM, indices: Sequence[int]) -> Tensor:
-    """The target's own at the labelled positions of these examples, each run alone."""
+    """Return the target's logits at the labelled positions of these examples, each of which runs separately."""
     rows = []
     for index in indices:
         labelled = collate([EXAMPLES[index]]).labelled(1)[0]
@@ -413,7 +412,7 @@ def test_the_best_logits_are_the_models_own_where_the_next_token_is_trained(
 
 
 def test_logits_come_back_to_the_bit_and_are_divided_by_the_temperature_in_fp32(tmp_path: Path) -> None:
-    """A third of a bf16 number is no bf16 number."""
+    """A third of a bf16 number is not a bf16 number."""
     target = CausalLM(tiny_model().bfloat16())
     examples = sorted(EXAMPLES, key=lambda example: -len(example.tokens))  # as they are run
     store = write_cache(target, tmp_path, shard_rows=1000, examples=examples, temperature=3.0)
@@ -462,7 +461,7 @@ def test_an_example_without_a_trained_token_has_no_rows_and_is_not_run(
 
 
 def test_tokens_are_drawn_as_often_as_the_distribution_without_the_best_says() -> None:
-    """Numbers evenly spread hit each token as often as it is probable, to within one."""
+    """Evenly spread numbers draw each token as often as its probability requires, to within one draw."""
     scores = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)) * 2
     best = scores.topk(4).indices
     numbers = ((torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000).expand(3, -1)
@@ -474,7 +473,7 @@ def test_tokens_are_drawn_as_often_as_the_distribution_without_the_best_says() -
 
 @pytest.mark.parametrize("others", [1, 3, 41])
 def test_a_best_token_at_the_end_of_the_vocabulary_is_not_drawn_by_rounding(others: int) -> None:
-    """Of equal shares in fp32 some numbers make a little more than 1 together, some less."""
+    """In fp32 the sum of some numbers of equal shares is a little more than 1, and of others a little less."""
     scores = torch.tensor([[1.0] * others + [9.0]])
     last = torch.tensor([[1 - 2**-53]], dtype=torch.float64)
     assert sample_tail(scores, torch.tensor([[others]]), last).tolist() == [[others - 1]]
@@ -484,7 +483,7 @@ def test_a_best_token_at_the_end_of_the_vocabulary_is_not_drawn_by_rounding(othe
 def test_a_fine_sample_gives_the_loss_and_the_gradient_of_the_whole_vocabulary(
     tiny_llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Divergence, temperature: float
 ) -> None:
-    """Draws spread evenly, 20,000 a row, are off by less than 1 in 20,000 each."""
+    """With 20,000 evenly spread draws per row, each share is off by less than 1 in 20,000."""
     spread = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
     monkeypatch.setattr(teacher_cache, "_uniforms", lambda index, rows, tail: spread.expand(rows, -1))
     rows = write_cache(tiny_llama, tmp_path, tail=20_000, temperature=temperature).for_batch(batch_of(3, 8))
@@ -501,7 +500,7 @@ def test_a_fine_sample_gives_the_loss_and_the_gradient_of_the_whole_vocabulary(
 def test_draws_of_an_example_do_not_depend_on_its_neighbours_and_differ_between_examples(
     tiny_llama: CausalLM, tmp_path: Path
 ) -> None:
-    """The same text twice, in a cache of one shard and in one of many."""
+    """The same text occurs twice, in a cache with one shard and in a cache with many shards."""
     examples = [*EXAMPLES, EXAMPLES[8]]
     one, many = (write_cache(tiny_llama, tmp_path / str(rows), rows, examples, tail=30) for rows in (1000, 4))
     batch = collate(examples, range(13))
@@ -534,7 +533,7 @@ def test_any_number_of_processes_and_a_run_broken_off_write_the_same_files(
     begun = files_of(tmp_path / "broken")
     ensure_store(writer, EXAMPLES, tmp_path / "broken", SHARD_ROWS)
     whole = files_of(tmp_path / "one")
-    assert 2 < len(begun) < len(whole) and len(whole) > 8  # with the manifest, and a seal for each shard
+    assert 2 < len(begun) < len(whole) and len(whole) > 8  # including the manifest, and a seal for each shard
     assert whole == files_of(tmp_path / "three") == files_of(tmp_path / "broken")
 
 

@@ -1,4 +1,4 @@
-"""What is stored under a name is known by its bytes: however it is loaded, cut into files, or planned."""
+"""A fingerprint depends on the stored bytes, and not on how they are loaded or divided into files."""
 
 import json
 import shutil
@@ -75,7 +75,7 @@ def _set(path: Path, **values: Any) -> None:
 
 
 def test_heads_with_another_tree_are_other_heads(tmp_path: Path) -> None:
-    """What was measured with one tree says nothing of another."""
+    """Figures measured with one tree are not valid for another tree."""
     heads = MedusaHeads(MedusaConfig(hidden_size=8, vocab_size=12, num_heads=2, tree=((0,), (1,))))
     heads.save_pretrained(tmp_path / "heads")
     before = stored_fingerprint(tmp_path / "heads")

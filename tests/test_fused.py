@@ -1,4 +1,4 @@
-"""The fused loss against the plain formulas, gradients included."""
+"""The fused loss equals the plain formulas, including gradients."""
 
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -39,7 +39,7 @@ CROSS_ENTROPY = one("cross_entropy")
 def test_a_fused_loss_is_the_plain_formula_and_so_are_its_gradients(
     weights: dict[Term, float], temperature: float, chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "_BLOCK_BYTES", 2 * VOCAB * 8)  # two rows: chunks of 5 are softmaxed in three blocks
+    monkeypatch.setattr(fused, "_BLOCK_BYTES", 2 * VOCAB * 8)  # two rows: a chunk of 5 has three blocks
     hidden, weight, labels = inputs()
     teacher, target = a_teacher()
     mix = LossMix(weights, temperature)
@@ -63,7 +63,10 @@ def test_however_many_places_there_are_a_step_moves_two_objects() -> None:
 def test_rows_that_predict_the_same_token_share_its_label_its_target_and_its_bias(
     weights: dict[Term, float], chunk: int | None, positions: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seven rows predict position 4, more than a chunk or a block of two has. The rows' losses have weights."""
+    """Seven rows predict position 4, which is more than a chunk or a block of two.
+
+    The losses of the rows have weights.
+    """
     monkeypatch.setattr(fused, "_BLOCK_BYTES", 2 * VOCAB * 8)
     hidden, weight, labels = inputs()
     bias = Bias(
@@ -135,7 +138,9 @@ def test_a_second_backward_of_one_graph_is_refused_and_never_scaled_twice() -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fused_logits_far_apart_stay_finite(kind: Divergence) -> None:
-    """The draft gives e^-20000 to what the target is sure of; then the target does."""
+    """First the draft has probability e^-20000 for the token of which the target is certain; then the roles are
+    exchanged.
+    """
     hidden = torch.tensor([[1e4, 0.0, -1e4], [-1e4, 0.0, 1e4]], requires_grad=True)
     weight, target_logits = torch.eye(3, requires_grad=True), torch.tensor([[-1e4, 0.0, 1e4]] * 2)
     loss = fused_loss(hidden, weight, torch.tensor([0, 0]), LossMix({kind: 9.0}), all_logits(target_logits)).loss
@@ -146,7 +151,7 @@ def test_fused_logits_far_apart_stay_finite(kind: Divergence) -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Counts the numbers in the largest tensor that any operation makes, and the matrix products."""
+    """Mode that records the size of the largest tensor that any operation creates, and counts matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +168,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def sample(logits: Tensor, kept: int, drawn: int) -> SampledTailTeacher:
-    """The best logits, and others as if they had been drawn."""
+    """Return the best logits, and other logits as if they had been drawn."""
     best = logits.topk(kept + drawn)
     return SampledTailTeacher(KnownLogits(best.values, best.indices, logits.logsumexp(-1), drawn))
 
@@ -184,7 +189,7 @@ def test_no_tensor_is_larger_than_the_logits_of_a_chunk(kind: str, term: Term) -
     assert watched.numbers == chunk * vocab  # and hidden states and weight are smaller
     with LargestTensor() as watched:
         F.cross_entropy(hidden @ weight.T, torch.randint(vocab, (tokens,))).backward()
-    assert watched.numbers == tokens * vocab  # the plain way is seen
+    assert watched.numbers == tokens * vocab  # the plain computation does exceed the bound
 
 
 @pytest.mark.parametrize("weights", [{"cross_entropy": 1.0}, {"cross_entropy": 0.5, "forward_kl": 1.0}])

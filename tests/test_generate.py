@@ -1,4 +1,6 @@
-"""The loop: greedy output is plain greedy whatever is drafted, texts end where they should, steps count right."""
+"""The loop: greedy output equals plain greedy decoding whatever is drafted, texts end correctly,
+and counts are right.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -44,7 +46,7 @@ def plain_greedy(prompt: tuple[int, ...], count: int = 14, penalty: float = 1.0)
 
 
 class Letters:
-    """A byte-level decoder: some tokens are several letters, some are one byte of a letter."""
+    """A byte-level decoder in which some tokens are several letters, and some are one byte of a letter."""
 
     TOKENS = (
         b"a",
@@ -70,7 +72,9 @@ class Letters:
 
 
 def shortest_with(prompt: Sequence[int], tokens: Sequence[int], strings: Sequence[str]) -> tuple[int, ...]:
-    """The tokens up to the first in which one of the strings ends, wherever it begins in prompt or text."""
+    """Return the tokens up to the first one in which a stop string ends,
+    wherever it begins in the prompt or the text.
+    """
     written = b"".join(Letters.TOKENS[token] for token in prompt)
     for index, token in enumerate(tokens):
         known, written = len(written), written + Letters.TOKENS[token]
@@ -109,10 +113,10 @@ def counts(steps: Sequence[Step]) -> list[tuple[tuple[int, ...], int, int, int]]
 
 def test_a_step_counts_what_was_accepted_offered_and_drafted(counting: CausalLM) -> None:
     drafter = ScriptedDrafter(
-        ((0, 1, 2), (2, 3, 9)),  # after 1: a chain, the third wrong
-        ((0, 0, 2, 2), (9, 5, 9, 6)),  # after 4: 5 is the second child, 6 the second child of it
+        ((0, 1, 2), (2, 3, 9)),  # after 1: a chain whose third token is wrong
+        ((0, 0, 2, 2), (9, 5, 9, 6)),  # after 4: 5 is the second child, and 6 is the second child of 5
         ((), ()),  # after 7: nothing
-        ((0, 0), (3, 3)),  # after 8: duplicates, both wrong
+        ((0, 0), (3, 3)),  # after 8: duplicates, both of which are wrong
     )
     generation = Engine(counting, drafter).decode([0], DecodingConfig(10))
     assert generation.tokens == (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
@@ -147,7 +151,7 @@ def test_a_step_keeps_its_tree_and_its_accepted_nodes_where_they_are_asked_for(c
 def test_the_drafter_is_given_the_text_and_the_room_that_is_left(counting: CausalLM) -> None:
     drafter = ScriptedDrafter(((0, 1), (2, 3)), ((0,), (9,)))
     Engine(counting, drafter).decode([15, 0], DecodingConfig(6))
-    # Six new tokens: 1 from the prefill; 2 3 4; 5; and 6 without asking, for the target writes the last itself.
+    # Six new tokens: 1 from the prefill; 2 3 4; 5; and 6 without a draft, because the target writes the last token.
     assert drafter.asked == [([15, 0, 1], 4), ([15, 0, 1, 2, 3, 4], 1)]
 
 
@@ -212,7 +216,7 @@ def test_models_that_are_being_trained_decode_without_dropout_and_stay_in_traini
     plain = naive_greedy(models[0], prompt, 12)
     for model in models:
         model.train()
-        model.model.layers[0].eval()  # a part that stands still
+        model.model.layers[0].eval()  # a step in which the machine stood still
     modes = [[module.training for module in model.modules()] for model in models]
     target, draft = map(CausalLM, models)
     steps = Engine(target, DraftModelDrafter(draft, 2)).steps(prompt, DecodingConfig(12))
@@ -239,7 +243,7 @@ TEXTS = 400
 FALSE_ALARM = 1e-6
 PROMPT = [1, 2, 1, 2]
 SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-# Chosen so that a missing residual shows: the draft agrees with the target in 0.6 of cases, and differs much elsewhere.
+# Chosen so that a missing residual shows: the draft agrees with the target in 0.6 of cases and differs a lot otherwise.
 TARGET_SEED, DRAFT_SEED = 5, 3
 
 
@@ -255,7 +259,7 @@ def drafter_called(name: str) -> Drafter:
 
 @cache
 def exact_probabilities(target: CausalLM, sampling: SamplingConfig) -> dict[tuple[int, ...], float]:
-    """The probability of every text of LENGTH tokens after the prompt."""
+    """Return the probability of every text of LENGTH tokens after the prompt."""
     level: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
         longer = {}
@@ -272,7 +276,9 @@ def exact_probabilities(target: CausalLM, sampling: SamplingConfig) -> dict[tupl
 
 
 def p_value(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float]) -> float:
-    """Of Pearson's chi-square; texts expected fewer than five times are counted together."""
+    """Return the p-value of Pearson's chi-square test; texts that are expected fewer than five times are counted
+    together.
+    """
     total = counts.total()
     cells: list[tuple[float, float]] = []
     rare_expected, rare_seen = 0.0, 0
@@ -295,9 +301,10 @@ def p_value(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float
 def decode_many(
     target: CausalLM, drafter: Drafter, sampling: SamplingConfig, rule: Rule | None = None, texts: int = TEXTS
 ) -> tuple[float, int]:
-    """The p-value of the texts decoded, and how many drafted tokens were accepted.
+    """Return the p-value of the decoded texts, and the number of accepted drafted tokens.
 
-    Forty at a time, which is faster; the tests of batches show that each is the text of its own seed.
+    Forty texts are decoded at a time, which is faster; the tests of batches show that each text depends only on its
+    seed.
     """
     config = DecodingConfig(LENGTH, sampling, rule)
     generations = Engine(target, drafter).decode([PROMPT] * texts, config, batch_size=40)

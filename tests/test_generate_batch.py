@@ -1,4 +1,4 @@
-"""Many texts at once, and one text after another on one cache: each is what it is alone."""
+"""Many texts at once, and one text after another on one cache: each text is the same as alone."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import SAMPLED_VERIFY
 from decoding.text import Generation
 
-# From one token to 40, more than any batch here has rows but the largest.
+# Prompts of one to 40 tokens; there are more of them than rows in any batch here except the largest.
 PROMPTS = ([3, 1, 4, 1, 5], [7], [2, 7, 1, 8] * 10, [6, 6], [9, 8, 7, 6, 5, 4, 3, 2, 1], [0], [5, 5, 5, 5])
 COUNT = 14
 EVERY_CONTROL = SamplingConfig(1.2, top_k=9, top_p=0.95, min_p=0.01, repetition_penalty=1.3)
@@ -39,13 +39,13 @@ def plain_texts() -> list[tuple[int, ...]]:
 
 
 def hostile(seed: int = 0, chains: bool = False, texts: Sequence[tuple[int, ...]] = ()) -> HostileDrafter:
-    """A drafter that knows the right text of every prompt, and makes little of it."""
+    """Make a hostile drafter that knows the right text of every prompt."""
     right = [[*prompt, *text] for prompt, text in zip(PROMPTS, texts or plain_texts(), strict=True)]
     return HostileDrafter(seed, right[0], chains=chains, others=right[1:])
 
 
 FEW_DRAFTERS = ("chain", "DSpark tree", "lookup", "drawn hybrid")
-"""They stand for all in `make check` where the time does not allow for more."""
+"""These represent all drafters in `make check` in tests that would take too long."""
 
 
 def drafter_of(name: str) -> Drafter:
@@ -65,7 +65,7 @@ def decoded(
 def alone(
     drafter: Drafter | None, config: DecodingConfig, prompts: Sequence[Sequence[int]], target: CausalLM | None = None
 ) -> list[tuple[int, ...]]:
-    """Each prompt by itself, with the seed that its place gives it."""
+    """Decode each prompt separately, with the seed that follows from its place."""
     return [
         Engine(target or llama(), drafter).decode(prompt, replace(config, seed=config.seed + place)).tokens
         for place, prompt in enumerate(prompts)
@@ -77,7 +77,7 @@ def alone(
 
 @pytest.mark.parametrize("name", few(DRAFTERS, FEW_DRAFTERS))
 def test_every_row_is_sampled_as_it_is_alone_whatever_stands_beside_it(name: str) -> None:
-    """With the rule that fits the drafter: tokens are accepted by chance, and what is drafted is chance as well."""
+    """The rule is the one that fits the drafter: both drafts and acceptance are random."""
     drafter, config = drafter_of(name), DecodingConfig(7, EVERY_CONTROL, seed=5)
     wanted = alone(drafter, config, PROMPTS[:4])
     assert len(set(wanted)) == 4
@@ -88,7 +88,7 @@ def test_every_row_is_sampled_as_it_is_alone_whatever_stands_beside_it(name: str
 
 
 def countdown(*lengths: int) -> list[list[int]]:
-    """Prompts for the counting target: with 15 as the end of text, their outputs are so many tokens long."""
+    """Return prompts for the counting target whose outputs, with 15 as the end token, have these lengths."""
     return [[15 - length] for length in lengths]
 
 
@@ -99,10 +99,10 @@ def test_a_row_that_ends_makes_room_for_the_next_prompt_in_its_own_place(countin
     assert order == [
         (0, 15, True),  # the first prompt ends with its first token
         (1, 13, True),
-        (2, 14, True),  # so the third takes its row, before the second goes on
+        (2, 14, True),  # so the third prompt takes its row, before the second continues
         (2, 15, False),
         (1, 14, False),
-        (3, 15, True),  # in the first row again, and again at its end at once
+        (3, 15, True),  # in the first row again, and again finished at once
         (4, 14, True),
         (4, 15, False),
         (1, 15, False),

@@ -1,4 +1,6 @@
-"""Greedy decoding is `transformers`' own `generate`, family by family; what could not be is refused by name."""
+"""Greedy decoding equals `generate` of `transformers` for each family; targets for which this is impossible are
+rejected by name.
+"""
 
 import random
 from collections.abc import Callable, Sequence
@@ -35,7 +37,7 @@ from decoding.rules.verify import SAMPLED_VERIFY
 from decoding.text import Generation
 
 PROMPT = [3, 1, 4, 1, 5, 9]
-# From one token to far past the window.
+# from one token to far more than the window
 RAGGED = [PROMPT, [7], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9], [6, 6]]
 COUNT = 16
 
@@ -47,13 +49,13 @@ def model_of(family: str, attention: str | None = None, seed: int = 0) -> PreTra
 
 @cache
 def plain_texts(family: str) -> list[tuple[int, ...]]:
-    """Of the prompts in RAGGED, each by itself and without any cache."""
+    """Return the texts of the prompts in RAGGED, each decoded separately and without a cache."""
     return [naive_greedy(model_of(family), prompt, COUNT) for prompt in RAGGED]
 
 
 def transformers_greedy(model: PreTrainedModel, prompt: list[int], count: int, **settings: float) -> tuple[int, ...]:
     ids = torch.tensor([prompt])
-    generate: Any = model.generate  # which nn.Module's getattr hides
+    generate: Any = model.generate  # nn.Module's getattr hides this
     with torch.inference_mode():
         output = generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, **settings)
     return tuple(output[0, len(prompt) :].tolist())
@@ -72,7 +74,7 @@ def test_plain_decoding_is_transformers_generate(family: str, attention: str) ->
 
 @pytest.mark.parametrize("family", few(FAMILIES, FEW_FAMILIES))
 def test_the_texts_of_these_tests_need_their_context(family: str) -> None:
-    """Else nothing here would notice a wrong mask: change the far past and the text changes."""
+    """A change far back in the prompt changes the text; otherwise no test here would notice a wrong mask."""
     model = model_of(family)
     texts = {naive_greedy(model, [first, *PROMPT[1:]], 8) for first in range(4)}
     assert len(texts) > 1
@@ -81,7 +83,7 @@ def test_the_texts_of_these_tests_need_their_context(family: str) -> None:
 
 @pytest.mark.parametrize(("family", "attention"), few(ATTENTIONS, FEW_ATTENTIONS))
 def test_ragged_batches_under_a_hostile_drafter_are_plain_greedy(family: str, attention: str) -> None:
-    """Mixtures of experts among them: which rows stand next to a row does not change its text."""
+    """Mixtures of experts are included: other rows in the batch do not change the text of a row."""
     target, plain = CausalLM(model_of(family, attention)), plain_texts(family)
     right = [[*prompt, *text] for prompt, text in zip(RAGGED, plain, strict=True)]
     drafter = HostileDrafter(1, right[0], others=right[1:])
@@ -95,7 +97,7 @@ def test_ragged_batches_under_a_hostile_drafter_are_plain_greedy(family: str, at
 
 @cache
 def longrope() -> PreTrainedModel:
-    """Phi-3 with other frequencies for texts of more than 24 tokens."""
+    """Make a Phi-3 with other frequencies for texts of more than 24 tokens."""
     factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 10000.0}
     return tiny_model("phi3", sliding_window=None, original_max_position_embeddings=24, rope_scaling=factors)
 
@@ -109,7 +111,9 @@ def test_longrope_decodes_up_to_where_its_frequencies_change() -> None:
 
 
 def test_longrope_is_refused_beyond() -> None:
-    """One row that grows beyond would change the frequencies of all rows, and those of the keys in the cache."""
+    """A row that grows beyond the original length would change the frequencies of all rows,
+    and those of cached keys.
+    """
     target = CausalLM(longrope())
     with pytest.raises(ValueError, match=r"prompt of 6 tokens and 19 new ones exceed .* context of 24"):
         Engine(target).decode(PROMPT, DecodingConfig(19))
@@ -272,7 +276,7 @@ def test_sampled_verify_writes_what_plain_decoding_writes_with_the_same_seed(
     policy_seed: int | None,
     controls: dict[str, Any],
 ) -> None:
-    """Whatever is drafted, in batches of any size, drafted now and then or always."""
+    """This is true for any draft, in batches of any size, with drafts in some steps or in all."""
     target, sampling = causal_lm(family), SamplingConfig(**controls)
     texts = [
         Engine(target)
@@ -307,7 +311,7 @@ def test_a_cache_serves_any_prompts_after_calls_that_ended_anywhere(
     target = causal_lm(family)
     kept, text = target.new_cache(capacity), [chance.randrange(16) for _ in range(chance.randint(1, 8))]
     for _ in range(turns):
-        # Some beginning of all that was said, and something new after it.
+        # a random beginning of the conversation, followed by something new
         text = text[: chance.randint(0, len(text))][:40]
         prompt = [*text, *(chance.randrange(16) for _ in range(chance.randint(1, 5)))]
         wanted = plain_greedy(family, tuple(prompt))

@@ -1,4 +1,6 @@
-"""Trees of a fixed shape, of heads, DSpark, EAGLE-3 and ordinary drafts: each choice by hand, all draws enumerated."""
+"""Trees of a fixed shape from heads, DSpark, EAGLE-3 and ordinary drafts: choices checked by hand, all draws
+enumerated.
+"""
 
 import itertools
 import weakref
@@ -52,7 +54,9 @@ KINDS = ["heads", "shared heads", "Markov heads", "DSpark", "DFlash", "EAGLE-3",
 
 
 class Case(NamedTuple):
-    """A drafter, its target, and its logits after ``TEXT`` and a path by plain forwards, with and without a bias."""
+    """A drafter, its target, and its logits after ``TEXT`` and a path from plain forward passes, with and without a
+    bias.
+    """
 
     drafter: Drafter
     target: CausalLM
@@ -62,7 +66,7 @@ class Case(NamedTuple):
 
 @cache
 def models(kind: str, vocab: int) -> tuple[CausalLM, object]:
-    """Make a target and random weights that draft for it: in fp64 of three tokens, else in fp32."""
+    """Make a target and random weights that draft for it: in fp64 with three tokens, or otherwise in fp32."""
     sizes = SMALL if vocab < 16 else {}
     target = CausalLM(tiny_model(vocab=vocab, **sizes).to(torch.float64 if vocab < 16 else torch.float32))
     if kind == "draft model":
@@ -117,7 +121,9 @@ def q_of(logits: Tensor, sampling: SamplingConfig, text: Sequence[int]) -> Tenso
 
 
 def families(tree: TokenTree) -> list[tuple[int, list[int], list[int]]]:
-    """Each node with children: its number, its path of tokens from below the root, its children's tokens."""
+    """Return, for each node with children, its number, its path of tokens from below the root, and the tokens of its
+    children.
+    """
     return [
         (node, [tree.token_list[at] for at in tree.shape.path(node)], [tree.token_list[child] for child in children])
         for node, children in enumerate(tree.shape.children)
@@ -178,7 +184,9 @@ def test_the_budgets_are_the_tree_to_every_depth_its_chain_and_its_narrower_cuts
 
 
 class EnumeratedDraws:
-    """The draws of a session as choices of an enumerating source, in place of uniform numbers and `inverse_cdf`."""
+    """Replaces uniform numbers and `inverse_cdf`, so that the draws of a session are choices of an enumerating
+    source.
+    """
 
     def __init__(self, session: DraftSession, asked: DraftRequest) -> None:
         self._session, self._request = session, asked
@@ -188,7 +196,7 @@ class EnumeratedDraws:
         return torch.full((count,), 0.5, dtype=torch.float64)
 
     def inverse_cdf(self, weights: Tensor, uniforms: Tensor) -> Tensor:
-        """Draw a token of each row; token 0 if no node waits for one, index ``vocab`` if no weight is left."""
+        """Draw a token in each row; token 0 if no node waits for a token, and index ``vocab`` if no weight is left."""
         assert self._source is not None
         drawn = []
         for row, uniform in zip(weights, uniforms.tolist(), strict=True):
@@ -301,7 +309,9 @@ def test_the_enumeration_catches_a_drawn_child_that_is_dropped_for_its_q(monkeyp
 def test_q_takes_a_row_for_each_node_with_children_and_is_freed_before_the_next_draft(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """32 trees of 64 nodes take 1.2 GB over 152k tokens, of which 0.8 are the rows of leaves."""
+    """For 32 trees of 64 nodes and 152k tokens, a row for each node would take 1.2 GB, of which 0.8 GB would be rows of
+    leaves.
+    """
     drafter, target = case_of(kind)[:2]
     held: list[weakref.ref[Tensor]] = []
     propose = Growth.propose

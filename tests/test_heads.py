@@ -1,4 +1,4 @@
-"""Medusa heads: how they start, and what is saved and refused."""
+"""Medusa heads: their initial weights, saving, and errors."""
 
 import itertools
 import json
@@ -56,7 +56,7 @@ def test_heads_start_as_the_targets_lm_head(tiny_llama: CausalLM, config: Medusa
         logits = heads(output.hidden, tiny_llama.model.get_output_embeddings())
     assert logits.shape == (3, 1, 16)
     for head in logits:
-        torch.testing.assert_close(head, output.logits, rtol=0, atol=1e-6)  # sums in another order
+        torch.testing.assert_close(head, output.logits, rtol=0, atol=1e-6)  # the sums have a different order
 
 
 @pytest.mark.parametrize("config", [CONFIG, SHARED, LINEAR, FEW], ids=["own", "shared", "linear", "few tokens"])
@@ -160,7 +160,7 @@ def test_heads_share_the_lm_head_by_default_if_their_own_would_be_half_the_targe
     assert section.shared_lm_head == shares == (share >= 0.5) and f"{share:.0%} of the target's" in said
     for chosen in (True, False):
         assert with_sharing(HeadsSection(shared_lm_head=chosen), model)[0].shared_lm_head == chosen
-    packed = torch.nn.Module()  # as of GPTQ, whose weights are buffers
+    packed = torch.nn.Module()  # as with GPTQ, whose weights are buffers
     packed.register_buffer("qweight", torch.zeros(4 * parameters, dtype=torch.int32))
     model.add_module("packed", packed)
     assert not with_sharing(HeadsSection(num_heads=1), model)[0].shared_lm_head, "next to it the lm_head is small"
@@ -185,7 +185,9 @@ def random_markov_heads(shared: bool = False, config: MedusaConfig = MARKOV) -> 
 
 @torch.no_grad()
 def reference_logits(heads: MedusaHeads, target: CausalLM, hidden: Tensor, tokens: Sequence[int]) -> Tensor:
-    """The logits after these tokens, the root first: the head's own, and W2 W1[the last of them]."""
+    """Return the logits after these tokens, of which the first is the root: the head's logits plus W2 W1[the last
+    token].
+    """
     assert heads.markov is not None
     own = heads.heads[len(tokens) - 1](hidden, target.model.get_output_embeddings())
     logits: Tensor = own + heads.markov.output.weight @ heads.markov.embedding.weight[tokens[-1]]
@@ -201,7 +203,7 @@ def test_every_head_adds_one_shared_bias_of_the_token_before_its_own(tiny_llama:
     with torch.inference_mode():
         logits = heads(hidden, tiny_llama.model.get_output_embeddings(), before=before)
     for k, row in itertools.product(range(3), range(5)):
-        tokens = [15] * k + [int(before[k, row])]  # only the last of them matters
+        tokens = [15] * k + [int(before[k, row])]  # only the last token matters
         torch.testing.assert_close(logits[k, row], reference_logits(heads, tiny_llama, hidden[row], tokens))
 
 
@@ -225,7 +227,7 @@ VOCAB, HIDDEN = 5, 4
 
 
 class Recurrent:
-    """States that follow h' = A h + T[x'] with noise, so that one regression is exactly right."""
+    """A model whose states follow h' = A h + T[x'] with noise, so that one regression is exactly right."""
 
     transform = None
     lm_head = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1))
@@ -259,13 +261,13 @@ def test_states_that_follow_a_linear_rule_give_its_coefficients(monkeypatch: pyt
     fit = fit_states(states, examples(200), 2, 10**6)
     assert fit.tokens.tolist() == list(range(VOCAB)) and fit.counts.sum() == 200 * 28
     assert (fit.maps[0] - states.map).abs().max() < 0.01
-    shift = fit.shifts[0] + fit.means - states.token  # T is known up to what a_k takes over
+    shift = fit.shifts[0] + fit.means - states.token  # T is determined only up to a constant that a_k can absorb
     assert shift.abs().max() < 0.02
     assert (fit.maps[1] - states.map @ states.map).abs().max() < 0.05, "two tokens ahead"
 
 
 def test_the_second_head_is_fitted_beside_the_firsts_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against one regression of all pairs that are written out. Eight rows run together."""
+    """The fit is compared with one regression over all pairs, written out. Eight rows run together."""
     monkeypatch.setattr("trainer.target.initial._TOGETHER", 8 * 30)
     monkeypatch.setattr("trainer.target.initial._RIDGE", 1e-6)
     rows = examples(13)

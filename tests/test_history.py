@@ -1,4 +1,4 @@
-"""What the controls know of a text, at every node of any tree, as the text grows."""
+"""The history that the controls read at every node of any tree, while the text grows."""
 
 import torch
 from hypothesis import given
@@ -18,7 +18,7 @@ EVERYTHING = SamplingConfig(repetition_penalty=1.2, processors=(nothing,))
 
 
 def rows_by_hand(tokens: list[int], tree: TokenTree, nodes: list[int]) -> list[tuple[list[int], ...]]:
-    """For each node: which tokens are seen, and the text."""
+    """Return, for each node, the tokens that were seen and the text."""
     rows = []
     for node in nodes:
         path = []
@@ -39,7 +39,7 @@ def listed(rows: HistoryRows) -> list[tuple[list[int], ...]]:
 
 @st.composite
 def trees(draw: st.DrawFn, root: int) -> tuple[list[int], tuple[int, ...]]:
-    """Tokens and parents of the nodes."""
+    """Draw the tokens and parents of the nodes."""
     size = draw(st.integers(1, 7))
     parents = (-1, *(draw(st.integers(0, node - 1)) for node in range(1, size)))
     return [root, *draw(st.lists(st.integers(0, VOCAB - 1), min_size=size - 1, max_size=size - 1))], parents

@@ -1,4 +1,4 @@
-"""`headstart data inspect`: what is trained can be seen, and everything is counted."""
+"""`headstart data inspect` shows which tokens are trained, and counts everything."""
 
 import io
 from pathlib import Path
@@ -21,7 +21,7 @@ def tokenizer_folder(folder: Path, template: str | None = CHAT_TEMPLATE) -> str:
 
 
 def inspected(folder: Path, source: str, terminal: bool = False, **options: Any) -> str:
-    """What is printed, for a source and the tiny tokenizer."""
+    """Return what is printed for a source and the tiny tokenizer."""
     output = io.StringIO()
     colours: Any = {"force_terminal": True, "color_system": "standard", "no_color": False} if terminal else {}
     console = standard_output(file=output, width=200, **colours)

@@ -1,4 +1,4 @@
-"""Batch-invariant passes: in bf16 too, texts are plain decoding's, alone and in batches."""
+"""Batch-invariant passes: even in bf16, texts equal plain decoding, alone and in batches."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ BUSHY = TreeShape((-1, 0, 0, 1, 0, 1, 2, 3, 3, 6))
 
 
 def narrow(family: str, attention: str, static: str | None = None) -> CausalLM:
-    """Make a tiny model in bf16; products of experts need rows of 16 bytes."""
+    """Make a tiny model in bf16, in which products of experts need rows of 16 bytes."""
     sizes = {"n_embd": 96} if family == "gpt2" else {"hidden_size": 96}
     if family == "qwen3-moe":
         sizes |= {"head_dim": 48, "moe_intermediate_size": 64}

@@ -1,4 +1,4 @@
-"""Jobs of every kind: a target that is let go and comes back, one voice."""
+"""Jobs of every kind: a target that is released and loaded again, and messages printed only once."""
 
 import io
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_a_target_that_is_let_go_is_another_type_and_comes_back_as_it_was(tmp_pa
 
 @pytest.mark.parametrize("kind", ["medusa", "draft"])
 def test_rows_are_trained_to_end_as_the_target_ends_texts(tmp_path: Path, kind: str) -> None:
-    """The generation config says 3, the tokenizer 1."""
+    """The end token is 3 in the generation config and 1 in the tokenizer."""
     write_target(tmp_path / "target", eos_token_id=3)
     write_corpus(tmp_path)
     rows = write_rows(tmp_path / "answers.jsonl", [{"prompt": "a b", "answer": "c d"}] * 8)

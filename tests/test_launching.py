@@ -1,4 +1,4 @@
-"""What a launcher asks for and what runs; what is refused before anything is trained."""
+"""The launch that is requested and the launch that runs; and errors before anything is trained."""
 
 import importlib.util
 from pathlib import Path
@@ -35,7 +35,7 @@ def no_state_of_accelerate() -> Any:
 def test_fsdp2_rounds_products_and_neither_sums_of_gradients_nor_losses(
     monkeypatch: pytest.MonkeyPatch, precision: str, expected: MixedPrecisionPolicy
 ) -> None:
-    """accelerate's own policy has bf16 in all three places."""
+    """The policy of accelerate has bf16 in all three places."""
     plugin = SimpleNamespace(mixed_precision_policy=MixedPrecisionPolicy(*[torch.bfloat16] * 3))
     of_fsdp2 = SimpleNamespace(
         distributed_type=DistributedType.FSDP, is_fsdp2=True, num_processes=1, state=SimpleNamespace(fsdp_plugin=plugin)
@@ -62,7 +62,7 @@ def test_deepspeed_is_not_passed_over_for_the_cpu(monkeypatch: pytest.MonkeyPatc
 
 
 def test_processes_that_would_each_train_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launched as two, but without what tells them of each other."""
+    """Two processes are launched, but without the variables by which they find each other."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr("trainer.processes.os.environ", {"WORLD_SIZE": "2"})

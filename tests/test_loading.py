@@ -1,4 +1,4 @@
-"""Reading models, with every mismatch said plainly."""
+"""Loading of models, with a clear message for every mismatch."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_a_saved_model_is_read_in_the_dtype_asked_for(tmp_path: Path) -> None:
 def test_weights_that_exceed_the_first_of_several_gpus_are_spread_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part that stays on the host would be fetched at every pass."""
+    """A part that stays on the host would be copied in every pass."""
     folder, asked = saved(tmp_path / "model"), []
     model = tiny_model()
     weights = 4 * sum(value.numel() for value in load_model(str(folder)).state_dict().values())
@@ -81,7 +81,7 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
     for read in (load_tokenizer, lambda name: load_draft(name, target, byte_tokenizer())):
         with pytest.raises(ValueError, match="no tokenizer could be read"):
             read(str(folder))
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")  # a pickle does not count
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")  # a pickled file does not count
     with pytest.raises(ValueError, match=r"lacks \.safetensors files"):
         load_model(str(folder))
 
@@ -169,7 +169,7 @@ MODEL = "zoe/model"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of a target, heads, a trimmed draft and a DSpark draft, none larger than 100 KB."""
+    """Write folders of a target, heads, a trimmed draft and a DSpark draft, none of them larger than 100 KB."""
     root = tmp_path_factory.mktemp("made")
     target = tiny_model("llama", vocab=128)
     tokenizer = byte_tokenizer()
@@ -184,7 +184,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(folder: Path, other: Path) -> Path:
-    """Copy a model with weights that are all 0."""
+    """Copy a model; all weights of the copy are 0."""
     other.mkdir()
     for path in folder.iterdir():
         (other / path.name).write_bytes(path.read_bytes())
@@ -245,7 +245,7 @@ def test_each_revision_has_its_own_weights_and_a_moved_branch_changes_no_pinned_
 def test_target_heads_and_drafts_come_by_revision_with_all_that_belongs_to_them(hub: FakeHub, folders: Path) -> None:
     for kind in ("target", "heads", "draft", "dspark"):
         folder_on(hub, f"zoe/{kind}", folders / kind, branch="v1")
-        folder_on(hub, f"zoe/{kind}", folders, branch="main")  # another layout, in which nothing is found
+        folder_on(hub, f"zoe/{kind}", folders, branch="main")  # a layout in which nothing is found
 
     def drafter(name: str) -> object:
         made = HeadstartModel.from_pretrained("zoe/target@v1", name, dtype=torch.float32, device="cpu")

@@ -1,4 +1,4 @@
-"""The training loop: exact under resuming, accumulation and uneven masks; stops in good order."""
+"""The training loop is exact under resuming, accumulation and uneven masks, and stops in an orderly way."""
 
 import math
 import threading
@@ -49,7 +49,9 @@ def medusa() -> MedusaObjective:
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("stop_at", [1, 3, 5])
 def test_resuming_equals_never_having_stopped(tmp_path: Path, optimizer: str, stop_at: int) -> None:
-    """Bit by bit, with dropout: the stopped run is continued by new objects that start from other weights."""
+    """The results are equal bit by bit, with dropout; new objects that start from other weights continue the stopped
+    run.
+    """
     whole, stopped = Recorder(), Recorder()
     straight = ToyObjective(dropout=0.3)
     progress = train_toy(tmp_path / "a", straight, whole, optimizer=optimizer)
@@ -59,7 +61,7 @@ def test_resuming_equals_never_having_stopped(tmp_path: Path, optimizer: str, st
     assert list(stopped.figures) == list(range(1, stop_at + 1))
     stopped.actions.clear()
     resumed = ToyObjective(dropout=0.3, seed=1)
-    torch.rand(17)  # the state of chance is another one, as in a new process
+    torch.rand(17)  # the random state differs, as in a new process
     assert train_toy(tmp_path / "b", resumed, stopped, optimizer=optimizer) == progress
     assert list(stopped.figures) == [1, 2, 3, 4, 5, 6] and stopped.figures == whole.figures
     assert equal(weights(resumed.module), weights(straight.module))
@@ -80,7 +82,7 @@ def test_accumulating_one_by_one_equals_one_batch_of_eight(
 
 
 def descend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain gradient descent, whose step shows the gradient."""
+    """Make plain gradient descent, whose steps show the gradients."""
 
     def build(module: nn.Module, section: TrainingSection, prefixes: object) -> list[torch.optim.Optimizer]:
         return [torch.optim.SGD([{"params": list(module.parameters()), PREFIX: ""}], lr=0.0)]
@@ -100,7 +102,7 @@ UNEVEN = [
 def test_every_trained_token_of_a_batch_weighs_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro: int
 ) -> None:
-    """1, 11, 1 and 2 labels: the gradient is that of the mean over all 15, however they are cut into micro batches."""
+    """The rows have 1, 11, 1 and 2 labels: the gradient is that of the mean over all 15, for any micro batches."""
     descend(monkeypatch)
     objective, recorder = ToyObjective(), Recorder()
     module, before = objective.module, weights(objective.module)
@@ -167,7 +169,7 @@ class _InfiniteSlope(torch.autograd.Function):
 
 
 def test_weights_that_a_step_made_infinite_are_not_saved(tmp_path: Path) -> None:
-    """Loss and gradient of step 4 are finite; what its learning rate makes of them is not."""
+    """The loss and the gradient of step 4 are finite, but its learning rate makes the weights infinite."""
     objective, recorder = ToyObjective(), Recorder()
     straight = ToyObjective()
     train_toy(tmp_path / "a", straight, checkpoint_every=1)
@@ -203,13 +205,13 @@ def test_the_learning_rate_warms_up_and_falls_as_a_cosine() -> None:
     section = TrainingSection(steps=10, learning_rate=1.0, warmup_fraction=0.2)
     rates = [learning_rate_at(step, section) for step in range(10)]
     assert rates[:3] == [0.5, 1.0, 1.0]
-    assert rates[6] == pytest.approx(0.5)  # half way from step 2 to step 10
+    assert rates[6] == pytest.approx(0.5)  # halfway from step 2 to step 10
     assert rates[4] == pytest.approx(0.5 + 0.25 * math.sqrt(2))
     assert rates[9] == pytest.approx(0.5 * (1 + math.cos(math.pi * 7 / 8))) and rates[9] > 0
 
 
 def test_evaluations_and_checkpoints_come_when_they_are_due(tmp_path: Path) -> None:
-    """The last step is saved whatever its number; the caller evaluates the end itself."""
+    """The last step is always saved; the caller evaluates the final weights."""
     recorder = Recorder()
     train_toy(tmp_path, ToyObjective(), recorder, steps=7, checkpoint_every=3, evaluate_every=2)
     assert recorder.evaluated == [2, 4, 6]
@@ -255,7 +257,7 @@ def threads() -> list[str]:
 
 
 class AtOnce:
-    """A pool without a thread: work is done when it is taken."""
+    """A pool without threads: work is done when its result is taken."""
 
     def __init__(self, workers: int, name: str) -> None:
         assert (workers, name) == (1, THREAD)
@@ -300,7 +302,7 @@ def test_a_run_is_the_same_to_the_bit_whether_anything_is_prepared_ahead(
 
 
 class Diary(ToyObjective):
-    """Notes which micro batch is prepared, by which thread, and waits in training until the next one is."""
+    """Records which micro batch is prepared by which thread; in training it waits until the next one is prepared."""
 
     def __init__(self, batches: int) -> None:
         super().__init__()

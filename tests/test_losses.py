@@ -1,4 +1,4 @@
-"""The readable divergences, by hand and by their properties."""
+"""The readable divergences, checked by hand and by their properties."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from loss_references import KINDS, divergence
 
-# Two tokens whose distributions can be told by hand, and one on which both agree.
+# Two tokens whose distributions can be computed by hand, and one on which both models agree.
 P = torch.tensor([[0.5, 0.5], [0.75, 0.25], [0.1, 0.9]], dtype=torch.float64)
 Q = torch.tensor([[0.25, 0.75], [0.5, 0.5], [0.1, 0.9]], dtype=torch.float64)
 
@@ -20,7 +20,7 @@ def test_divergences_by_hand() -> None:
 
 
 def test_of_some_tokens_by_hand() -> None:
-    """p = (1/2, 1/4, 1/4); the draft knows token 2, then token 0, and gives each 1/2."""
+    """p = (1/2, 1/4, 1/4); the draft knows only tokens 2 and 0, in this order, with probability 1/2 each."""
     target, tokens = torch.tensor([[0.5, 0.25, 0.25]], dtype=torch.float64).log(), torch.tensor([2, 0])
     draft = torch.zeros(1, 2, dtype=torch.float64)
     ln = math.log

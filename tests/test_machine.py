@@ -1,4 +1,4 @@
-"""The commit that reports and checkpoints name is this project's own, or unknown."""
+"""The commit in reports and checkpoints is a commit of this project, or "unknown"."""
 
 import importlib.util
 import shutil
@@ -13,7 +13,7 @@ OURS = Path(__file__).resolve().parents[1]
 
 
 def git(folder: Path, *words: str) -> str:
-    """Run git as somebody with a name."""
+    """Run git with an author's name."""
     somebody = ["-c", "user.name=a", "-c", "user.email=a@b"]
     return subprocess.run(["git", *somebody, *words], cwd=folder, check=True, capture_output=True, text=True).stdout
 

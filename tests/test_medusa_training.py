@@ -1,4 +1,4 @@
-"""The Medusa-1 objective: which label belongs to which head, what is trained, and what stays as it was."""
+"""The Medusa-1 objective: which label belongs to which head, what is trained, and what stays unchanged."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ SOFT = LossSection(forward_kl=1)
 
 
 def knowing_heads(objective: MedusaObjective, steps_ahead: Sequence[int]) -> None:
-    """Make head k say 'the last token plus steps_ahead[k]' on the counting target, with certainty.
+    """Make head k predict the last token plus steps_ahead[k] on the counting target, with certainty.
 
     The target's hidden state is 4 at the last token and 0 elsewhere, so 25 times a permutation gives a logit of 100.
     """
@@ -47,7 +47,7 @@ def sums(objective: MedusaObjective, batch: Batch) -> tuple[list[float], list[fl
 
 
 def test_head_k_predicts_the_token_k_plus_2_after_the_one_it_reads(counting: CausalLM) -> None:
-    """After x stands x+1, which the lm_head predicts; head 0 is right iff it says x+2, head 1 iff x+3, ..."""
+    """x+1 follows x, and the lm_head predicts it; head 0 is right if it predicts x+2, head 1 if it predicts x+3, ..."""
     objective = medusa_on(counting, HEADS)
     batch = collate([COUNTING])
     knowing_heads(objective, (2, 3, 4))
@@ -81,14 +81,16 @@ def test_training_learns_to_count_and_leaves_the_target_byte_identical(tmp_path:
     recorder = Recorder()
     train_toy(tmp_path, objective, recorder, texts, steps=40, learning_rate=3e-2, checkpoint_every=100)
     for k in range(3):
-        assert recorder.figures[1][f"top1/head_{k}"] == 0  # the lm_head's x+1 is never right
+        assert recorder.figures[1][f"top1/head_{k}"] == 0  # x+1, the prediction of the lm_head, is never right
         assert recorder.figures[40][f"top1/head_{k}"] == 1
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.parameters())
 
 
 def test_the_tree_is_chosen_by_the_heads_accuracies(counting: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes by their products: .6, .6*.5 = .3, .6*.2 = .12 (head 1's second), .3*.4 = .12, .1; the best three."""
+    """The products of the nodes are .6, .6*.5 = .3, .6*.2 = .12 (second token of head 1), .3*.4 = .12, and .1; the best
+    three are chosen.
+    """
     objective = medusa_on(counting, HeadsSection(num_heads=3, tree_nodes=3))
     shares = [[0.6, 0.1], [0.5, 0.15], [0.2, 0.1]]
     monkeypatch.setattr("trainer.heads.medusa1.rank_accuracies", lambda *_: shares)
@@ -97,13 +99,18 @@ def test_the_tree_is_chosen_by_the_heads_accuracies(counting: CausalLM, monkeypa
 
 
 def own_distribution(model: torch.nn.Module, tokens: Sequence[int], ahead: int) -> torch.Tensor:
-    """The model's distribution of the token ``ahead`` of each position that has one, from a separate forward pass."""
+    """Return the model's distribution of the token ``ahead`` of each position that has one, from a separate forward
+    pass.
+    """
     return full_forward(model, tokens)[ahead - 1 : -1].softmax(-1)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
 def test_soft_targets_are_the_targets_own_distribution_at_the_position_before_the_heads_token(family: str) -> None:
-    """Families that cap or scale their logits included. KL(p, q) of heads that are the lm_head itself."""
+    """This includes families that cap or scale their logits.
+
+    The heads are the lm_head itself, and the loss is KL(p, q).
+    """
     model = tiny_model(family)
     objective = medusa_on(CausalLM(model), HeadsSection(num_heads=2, loss=SOFT))
     (inputs,) = objective.inputs(collate([COUNTING]), step=0)
@@ -117,7 +124,9 @@ def test_soft_targets_are_the_targets_own_distribution_at_the_position_before_th
 
 
 def test_heads_of_few_tokens_learn_the_targets_own_distribution_of_these() -> None:
-    """KL(p given these tokens, q), weighted by their share of p; Σ min(p, q) with p of all tokens and q of these."""
+    """The loss is KL(p given these tokens, q), weighted by their share of p; Σ min(p, q) takes p over all tokens and q
+    over these.
+    """
     model, tokens = tiny_model("llama"), [0, 2, 3, 7, 11]
     section = HeadsSection(num_heads=2, loss=SOFT, shared_lm_head=True)
     objective = MedusaObjective(OnlineTarget(CausalLM(model)), section, 100, torch.float32, tokens)
@@ -184,7 +193,7 @@ def loss_of(objective: Medusa2Objective, step: int = 5, weights: Tensor | None =
 
 
 def disturb(objective: Medusa2Objective) -> None:
-    """Move the adapters away from the nothing they start as."""
+    """Change the adapters, which start as zero."""
     with torch.no_grad():
         for parameter in adapters(objective).values():
             parameter.add_(0.3 * torch.randn(parameter.shape))
@@ -200,7 +209,7 @@ def test_adapters_sit_on_every_linear_layer_but_the_lm_head_and_are_all_that_is_
 
 
 def test_the_joint_gradient_is_that_of_the_plain_computation() -> None:
-    """Losses read inside the lm_head's forward, against the same from the model's own output."""
+    """Losses computed inside the lm_head's forward pass equal losses computed from the model's output."""
     model = tiny_model("llama")
     objective = objective_on(CausalLM(model), gradient_checkpointing=False)
     disturb(objective)
@@ -250,7 +259,7 @@ def test_a_merged_target_is_the_adapted_one_and_its_heads_lie_beside_it(tmp_path
     objective.save(tmp_path)
     merged = load_model(str(tmp_path / TARGET_FOLDER), torch.float32)
     assert torch.allclose(full_forward(merged, TEXT.tokens.tolist()), expected, atol=1e-4)
-    assert torch.equal(full_forward(model, TEXT.tokens.tolist()), expected)  # merging was done on a copy
+    assert torch.equal(full_forward(model, TEXT.tokens.tolist()), expected)  # a copy was merged
     assert MedusaHeads.from_pretrained(tmp_path).config.num_heads == 2
     assert (merged.get_output_embeddings().weight is merged.get_input_embeddings().weight) == tied
 
@@ -258,7 +267,9 @@ def test_a_merged_target_is_the_adapted_one_and_its_heads_lie_beside_it(tmp_path
 def test_the_tree_is_chosen_on_texts_of_the_target_as_it_decodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A whole run: no dropout and no checkpointing may be on when the target writes the texts that fit the tree."""
+    """This is a whole run: dropout and checkpointing must be off when the target writes the texts for fitting the
+    tree.
+    """
     write_target(tmp_path / "target")
     write_corpus(tmp_path)
     content = recipe_content(tmp_path, "medusa", steps=2) | {

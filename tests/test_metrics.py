@@ -1,4 +1,4 @@
-"""Acceptance figures from raw counts, by hand."""
+"""Acceptance figures from raw counts, checked by hand."""
 
 import math
 
@@ -23,7 +23,7 @@ def test_tokens_per_pass_count_the_targets_own_token() -> None:
 
 def test_conditional_acceptance_counts_only_drafts_that_came_that_far() -> None:
     values = [(each.value, each.observations) for each in acceptance([TEXT]).conditional]
-    assert values == [(3 / 4, 4), (2 / 3, 3), (1 / 1, 1)]  # position 3 was offered in three steps, reached in one
+    assert values == [(3 / 4, 4), (2 / 3, 3), (1 / 1, 1)]  # position 3 was offered in three steps and reached in one
 
 
 def test_unconditional_acceptance_counts_all_drafts_that_were_that_deep() -> None:
@@ -56,14 +56,16 @@ def test_no_steps_give_no_figure_rather_than_an_error() -> None:
 
 
 def test_the_steps_of_a_text_are_alike_so_more_of_them_do_not_narrow_a_shares_interval() -> None:
-    """Wilson's interval of 100 of 200 is 0.43 to 0.57, and of ten times as many narrower still."""
+    """Wilson's interval for 100 of 200 is 0.43 to 0.57, and it would be narrower for ten times as many."""
     of_20, of_200 = (share([(0, steps), (steps, steps)] * 5) for steps in (20, 200))
     assert of_20[:3] == of_200[:3] and (of_20.observations, of_200.observations) == (200, 2000)
     assert of_20.value == 0.5 and of_20.low < 0.2 and of_20.high > 0.8
 
 
 def test_drafted_tree_nodes_are_no_trials_of_their_own() -> None:
-    """At most one of a tree's sixteen siblings is accepted: 160 nodes say no more than their ten texts."""
+    """At most one of sixteen siblings in a tree is accepted, so 160 nodes contain no more information than their ten
+    texts.
+    """
     chains = acceptance([[StepCount(1 + kept, kept, 1, 1)] for kept in (0, 1) * 5]).accepted_per_drafted
     trees = acceptance([[StepCount(1 + kept, kept, 1, 16)] for kept in (0, 1) * 5]).accepted_per_drafted
     assert trees.observations == 160 == 16 * chains.observations
@@ -103,7 +105,10 @@ def test_a_ratio_of_rates_is_that_of_all_tokens_over_all_seconds() -> None:
 
 
 def test_a_ratio_of_rates_draws_a_text_with_both_its_sides() -> None:
-    """Every text is twice as fast, so every draw is; with sides drawn apart the texts' sizes would tell."""
+    """Every text is twice as fast, so every resample is.
+
+    If the two sides were resampled separately, the sizes of texts would matter.
+    """
     estimate = ratio_of_rates([(float(i), 1.0 * i, 2.0 * i, 4.0 * i) for i in range(1, 20)])
     assert estimate[:3] == pytest.approx((2.0, 2.0, 2.0)) and estimate.observations == 19
 
@@ -116,7 +121,10 @@ def test_texts_without_tokens_leave_the_others_their_ratio_and_alone_have_none()
 
 
 def test_equal_methods_have_a_ratio_of_exactly_one_whatever_their_figures_are() -> None:
-    """1/49 x 49 is 0.9999999999999999: the interval would then leave 1 out, and a verdict be a real difference."""
+    """1/49 x 49 is 0.9999999999999999.
+
+    With such a value the interval would exclude 1, and the verdict would be a real difference.
+    """
     for tokens in range(1, 50, 3):
         for passes in range(1, 50, 3):
             assert ratio_of_rates([(tokens, passes, tokens, passes)] * 2)[:3] == (1.0, 1.0, 1.0)

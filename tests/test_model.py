@@ -1,4 +1,4 @@
-"""`speculate`, and `HeadstartModel.generate` compared with transformers' own on the same inputs."""
+"""`speculate`, and `HeadstartModel.generate` compared with transformers' `generate` on the same inputs."""
 
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,9 @@ def generated(model: PreTrainedModel, *inputs: Tensor, **options: Any) -> Tensor
 
 
 def generated_alone(model: PreTrainedModel, **options: Any) -> Tensor:
-    """Padded texts that `generate` writes one by one. Until transformers 5.22 its penalty counts a batch's padding."""
+    """Return padded texts that `generate` writes one by one, because up to transformers 5.22 its penalty also counts
+    padding.
+    """
     texts = [generated(model, torch.tensor([prompt]), **options)[0].tolist() for prompt in PROMPTS]
     rows = [[PAD] * (6 - len(prompt)) + text for prompt, text in zip(PROMPTS, texts, strict=True)]
     return torch.tensor([row + [PAD] * (max(map(len, rows)) - len(row)) for row in rows])
@@ -77,7 +79,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "neutral values": {"num_beams": 1, "num_return_sequences": 1, "use_cache": True, "stopping_criteria": []},
 }
 FEW_OPTIONS = ("a list of EOS tokens", "max_length", "a repetition penalty", "biased sequences")
-"""They stand for all in `make check` where batches are compared."""
+"""These represent all options in `make check` in tests of batches."""
 
 
 @pytest.mark.parametrize("named", few(OPTIONS, FEW_OPTIONS))
@@ -156,7 +158,7 @@ def test_stop_strings_end_texts_where_generate_ends_them(reader: CausalLM) -> No
 
 
 class Recorder(BaseStreamer):
-    """Keeps what it is given."""
+    """A streamer that keeps everything it receives."""
 
     def __init__(self) -> None:
         self.values: list[Tensor] = []
@@ -192,7 +194,7 @@ def test_a_streamer_is_given_what_generate_gives_it(reader: CausalLM, capsys: py
 
 
 def captured_config(monkeypatch: pytest.MonkeyPatch, target: CausalLM, **options: Any) -> DecodingConfig:
-    """The `DecodingConfig` that a call of `generate` comes down to."""
+    """Return the `DecodingConfig` that a call of `generate` uses."""
     configs = []
 
     def spy(*arguments: Any) -> SpeculativeOutput:
@@ -281,7 +283,8 @@ def test_a_dict_holds_the_sequences_and_what_speculation_brought(target: CausalL
     output = model.generate(ONE, return_dict_in_generate=True, **options)
     assert isinstance(output, SpeculativeOutput)
     assert output.sequences.tolist() == generated(target.model, ONE, **options).tolist()
-    # One token of the prefill, then two passes of four drafted tokens, all of them right, and the target's own.
+    # One token from the prefill; then two passes with four drafted tokens, all of them right, and one token of the
+    # target.
     assert output.tokens_per_pass == output.acceptance.tokens_per_pass.value == 5
     assert [len(step.tokens) for step in output.generations[0].steps] == [1, 5, 5]
 
@@ -325,7 +328,7 @@ def test_a_batch_may_be_a_padded_tensor_or_a_list(target: CausalLM, drafters: di
 
 
 def test_a_prompt_that_begins_with_the_pad_token_needs_a_mask() -> None:
-    """GPT-2 pads with its only special token: a BOS in front would be dropped as padding."""
+    """GPT-2 pads with its only special token, so a BOS at the beginning would be dropped as padding."""
     model = tiny_model("llama")
     model.generation_config = GenerationConfig(bos_token_id=7)
     target, prompt = CausalLM(model), torch.tensor([[7, 4, 5]])
@@ -341,7 +344,7 @@ def test_a_prompt_that_begins_with_the_pad_token_needs_a_mask() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, reader: CausalLM) -> Path:
-    """A target, a draft, a draft of another tokenizer, and heads, on disk."""
+    """Write a target, a draft, a draft with another tokenizer, and heads."""
     folder = tmp_path_factory.mktemp("models")
     for name, tokenizer in (
         ("target", byte_tokenizer()),
@@ -385,7 +388,7 @@ def test_a_policy_is_named_or_given_and_options_need_a_speculator(reader: Causal
     assert HeadstartModel.from_pretrained(reader.model, "lookup", policy=policy).policy is policy
     with pytest.raises(ValueError, match="no policy is called 'bold': choose one of fixed, adaptive"):
         HeadstartModel(reader, None, "bold").generate(ONE)
-    with pytest.raises(ValueError, match="does not take 'tokens' without a drafter"):
+    with pytest.raises(ValueError, match="'tokens' is an option of a drafter, but drafter is not set"):
         HeadstartModel.from_pretrained(reader.model, tokens=2)
     with pytest.raises(ValueError, match=r"there is no folder \./nowhere"):
         HeadstartModel.from_pretrained(reader.model, "./nowhere")

@@ -1,4 +1,4 @@
-"""Which optimizer steps which parameter."""
+"""Each parameter is stepped by the right optimizer."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ MUON = TrainingSection(steps=1, optimizer="muon", learning_rate=0.02, weight_dec
 
 
 def stepped_by(module: nn.Module, section: TrainingSection) -> list[set[str]]:
-    """For each optimizer, the names of the parameters it steps."""
+    """Return, for each optimizer, the names of the parameters that it steps."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [
         {names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]}
@@ -39,7 +39,7 @@ def test_a_parameter_is_in_the_group_of_the_longest_beginning_of_its_name() -> N
     (optimizer,) = build_optimizers(model, TrainingSection(steps=1), prefixes)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = {group[PREFIX]: {names[id(p)] for p in group["params"]} for group in optimizer.param_groups}
-    assert groups.keys() == {"model.layers.1.", "model.", ""}  # one without parameters is none
+    assert groups.keys() == {"model.layers.1.", "model.", ""}  # an optimizer without parameters is left out
     assert all(name.startswith("model.layers.1.") for name in groups["model.layers.1."])
     assert "model.layers.0.mlp.up_proj.weight" in groups["model."] and groups[""] == {"lm_head.weight"}
     assert sum(map(len, groups.values())) == len(names)

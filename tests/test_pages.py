@@ -1,4 +1,4 @@
-"""The pages that readers see: figures held against their JSON, and every file and name that they point to exists."""
+"""The pages for readers: figures equal those in the JSON files, and every file and name that a page mentions exists."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ PAGES += sorted((ROOT / "docs").rglob("*.md"))
 
 
 def _publisher() -> ModuleType:
-    if str(ROOT / "scripts") not in sys.path:  # as where the script is run
+    if str(ROOT / "scripts") not in sys.path:  # as when the script is run
         sys.path.append(str(ROOT / "scripts"))
     spec = importlib.util.spec_from_file_location("publish_results", ROOT / "scripts" / "publish_results.py")
     assert spec is not None and spec.loader is not None
@@ -88,7 +88,7 @@ def test_the_pages_point_to_files() -> None:
 
 
 def pointed_to(page: Path) -> list[Path]:
-    """Return the files that a page links to or names by their path."""
+    """Return the files to which a page links or which it names by a path."""
     text = page.read_text()
     links = [page.parent / link for link in re.findall(r"\]\((?!http|#)([^)#]+)(?:#[^)]*)?\)", text)]
     links += [page.parent / link for link in re.findall(r'(?:src|srcset)="(?!http)([^"]+)"', text)]
@@ -97,7 +97,7 @@ def pointed_to(page: Path) -> list[Path]:
 
 
 def _exists(dotted: str) -> bool:
-    """True for a module, and for a name that a module's file defines."""
+    """Return True for a module, and for a name that the file of a module defines."""
     *parents, name = dotted.split(".")
     for module in (ROOT.joinpath(*parents, name), ROOT.joinpath(*parents)):
         for file in (module.with_suffix(".py"), module / "__init__.py"):

@@ -1,4 +1,4 @@
-"""The plan of speculation: trees, costs of steps, acceptance, the choice, its file, and what servers are told."""
+"""The plan of speculation: trees, costs of steps, acceptance, the choice, the file, and the depths for servers."""
 
 import itertools
 import re
@@ -55,10 +55,13 @@ def test_costs_are_linear_between_what_was_measured_and_go_on_as_they_ended() ->
 
 @pytest.mark.parametrize("drafting", [10, 20, 30])
 def test_steps_that_draft_and_steps_that_find_nothing_both_count(drafting: int) -> None:
-    """A lookup drafts in some steps only. A step with ten drafted tokens costs five here, one with none costs one."""
+    """A lookup drafts only in some steps.
+
+    Here a step with ten drafted tokens costs five, and a step without a draft costs one.
+    """
     survey, budget = StepSurvey([Budget(10, 11)], 1, samples=24), Budget(10, 11)
-    steps = [(0, 1.0)] * (41 - drafting) + [(10, 5.0)] * drafting  # the first is not counted
-    for drafted, seconds in [*steps, (0, 20.0), (10, 100.0)]:  # and a hiccup of either kind
+    steps = [(0, 1.0)] * (41 - drafting) + [(10, 5.0)] * drafting  # the first step is not counted
+    for drafted, seconds in [*steps, (0, 20.0), (10, 100.0)]:  # and a hiccup of each kind
         survey.observe(budget, [StepCount(1, 0, drafted, drafted)], 0.0, 0.0, seconds)
     assert survey.seconds()[budget].total == pytest.approx((40 - drafting + 5 * drafting) / 40)
 
@@ -67,7 +70,7 @@ def test_steps_that_draft_and_steps_that_find_nothing_both_count(drafting: int) 
 
 
 def surveyed(machine: Machine, depth: int, rows: int, seed: int = 0) -> StepCosts:
-    """The costs that a survey of chains finds on the machine, whose passes alone are measured without noise."""
+    """Return the costs that a survey of chains finds on the machine; only its passes are measured without noise."""
     survey = StepSurvey(chains(depth), rows, samples=20)
     simulate(survey, machine, 0.7, 600 * BLOCK, chains(depth), rows=rows, seed=seed)
     assert survey.is_done()
@@ -83,7 +86,7 @@ def chain_candidates(rate: float, depth: int) -> list[Candidate]:
 def test_the_predicted_speedup_is_the_machine_s_within_a_few_percent(
     rate: float, draft: float, slope: float, rows: int
 ) -> None:
-    """Timing of 5% noise with hiccups of twenty times, at depths that were measured and depths that were not."""
+    """Times have 5% noise and hiccups of twenty times, at depths that were measured and at depths that were not."""
     machine = Machine(draft, lambda rows, nodes: 1 + slope * rows * (nodes - 1) / 4)
     costs = surveyed(machine, 10, rows)
     for candidate in chain_candidates(rate, 10):
@@ -100,7 +103,7 @@ def test_the_predicted_speedup_is_the_machine_s_within_a_few_percent(
 def test_steps_cut_short_by_a_text_s_end_and_steps_of_fewer_rows_are_not_measured() -> None:
     survey = StepSurvey([Budget(3, 4)], rows=2, samples=1)
     whole, cut = StepCount(2, 1, 3, 3, room=3), StepCount(2, 1, 2, 2, room=2)
-    for steps in ([whole, whole], [whole, whole], [whole, cut], [whole]):  # the first of a budget is not counted
+    for steps in ([whole, whole], [whole, whole], [whole, cut], [whole]):  # the first step of a budget is not counted
         survey.observe(Budget(3, 4), steps, 1.0, 2.0, 4.0)
     survey.observe(NO_DRAFT, [whole, whole], 0.0, 2.0, 2.5)
     assert survey.seconds() == {Budget(3, 4): StepSeconds(1.0, 2.0, 1.0)}
@@ -129,14 +132,14 @@ def test_accepted_children_give_shares_by_depth_and_rank() -> None:
     shares = counts.shares()
     assert [len(depth) for depth in shares] == [2, 2]
     assert shares[0] == pytest.approx([3 / 5, 1 / 5], abs=0.01)
-    assert shares[1] == pytest.approx([3 / 4, 0.0], abs=0.01)  # of 4 reached nodes; node 2 has one child only
+    assert shares[1] == pytest.approx([3 / 4, 0.0], abs=0.01)  # of 4 reached nodes; node 2 has only one child
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
 
 
 def costs_of(draft: float, verify: Sequence[float], overhead: float = 0.0, plain_overhead: float = 0.0) -> StepCosts:
-    """Costs of chains whose k-th token costs ``draft``, and whose passes over 1, 2, … tokens take ``verify``."""
+    """Return the costs of chains if each token costs ``draft`` and passes over 1, 2, … tokens take ``verify``."""
     found = {NO_DRAFT: StepSeconds(0.0, verify[0], plain_overhead)}
     for depth in range(1, len(verify)):
         found[Budget(depth, depth + 1)] = StepSeconds(draft * depth, verify[depth], overhead)
@@ -173,7 +176,9 @@ def test_depths_by_batch_size_cover_all_sizes_and_end_with_plain_decoding_where_
 
 
 def test_the_acceptance_that_pays_is_that_of_the_formula_and_gains_exactly_nothing() -> None:
-    """A chain of k costs 1 + k/10: one token pays from 1 + a = 1.1 on, two from 1 + a + a² = 1.2 on."""
+    """A chain of k costs 1 + k/10, so one token pays from 1 + a = 1.1 on,
+    and two tokens pay from 1 + a + a² = 1.2 on.
+    """
     costs = costs_of(0.1, [1.0] * (DEEPEST + 1))
     (heads,) = outlook({"heads": costs})["drafts"]
     assert heads["cost"] == pytest.approx([1 + depth / 10 for depth in range(1, DEEPEST + 1)])
@@ -185,7 +190,7 @@ def test_the_acceptance_that_pays_is_that_of_the_formula_and_gains_exactly_nothi
 
 
 def test_a_chain_that_costs_more_than_all_its_tokens_never_pays() -> None:
-    slow = costs_of(0.9, [1.0, 1.5, *[2.0] * (DEEPEST - 1)])  # steps of 2.4 for 2 tokens at most, 3.8 for 3, …
+    slow = costs_of(0.9, [1.0, 1.5, *[2.0] * (DEEPEST - 1)])  # steps cost 2.4 for 2 tokens, 3.8 for 3, …
     (draft,) = outlook({"draft": slow})["drafts"]
     assert draft["break_even"] == [None] * DEEPEST
 

@@ -1,4 +1,4 @@
-"""Policies: fixed budgets, and what writes most in a second on simulated machines."""
+"""Policies: fixed budgets, and the choice that writes the most tokens per second on simulated machines."""
 
 from itertools import product
 from statistics import fmean
@@ -40,7 +40,9 @@ def test_the_fixed_policy_takes_the_largest_budget_within_its_limits() -> None:
 
 
 def shares(machine: Machine, rate: float, budgets: list[Budget], rows: int, found: float, tokens: int) -> list[float]:
-    """Decode by the adaptive policy from nothing; return its speed over the better of all drafts and none, by seed."""
+    """Decode with a new adaptive policy; return, for each seed, its speed divided by the better of always and never
+    drafting.
+    """
     full = budgets[-1]
     drafted = 1 + (full.nodes - 1) * (1 - (1 - found) ** rows)
     fixed = expected_of(full, rate, budgets, found) / (machine.draft * full.depth + machine.verify(rows, drafted))
@@ -56,7 +58,7 @@ def shares(machine: Machine, rate: float, budgets: list[Budget], rows: int, foun
 def test_the_adaptive_policy_keeps_what_the_better_of_drafting_and_plain_decoding_has(
     tokens: int, least: float, mean: float, rows: int
 ) -> None:
-    """From free drafts to some as dear as a pass, from free nodes to dear ones, from useless drafts to nearly perfect.
+    """Drafts cost from nothing to a whole pass, nodes from nothing to a lot, and drafts are useless to nearly perfect.
 
     Each step is timed with noise of 10% and one hiccup of twenty times in 50. Means over four seeds, or two for long
     texts. The worst long one is a tree that costs 4.4 plain steps and writes 5.6 tokens: an unlucky start delays it.
@@ -65,7 +67,7 @@ def test_the_adaptive_policy_keeps_what_the_better_of_drafting_and_plain_decodin
     for budgets, of_all, node, rate in product((chains(10), list(TREE)), (0.0, 1.0), NODES, RATES):
         machine = Machine(of_all / budgets[-1].depth, lambda rows, nodes, node=node: 1 + node * (nodes - 1), 0.1)
         found[len(budgets), of_all, node, rate] = fmean(shares(machine, rate, budgets, rows, 1.0, tokens))
-    for node, rate in product(NODES, RATES):  # a lookup, which often finds nothing
+    for node, rate in product(NODES, RATES):  # a lookup that often finds nothing
         machine = Machine(0.0, lambda rows, nodes, node=node: 1 + node * (nodes - 1), 0.1)
         found["lookup", node, rate] = fmean(shares(machine, rate, chains(10), rows, 0.3, tokens))
     worst = min(found, key=lambda cell: found[cell])
@@ -78,7 +80,7 @@ def test_the_adaptive_policy_keeps_what_the_better_of_drafting_and_plain_decodin
 def test_drafts_that_do_not_fit_the_text_cost_a_first_call_of_64_tokens_at_most_5_in_100(
     budgets: list[Budget], rows: int
 ) -> None:
-    """A whole draft costs 0.3 to 0.7 passes more than it may gain, as drafts of another domain's texts do."""
+    """A whole draft costs 0.3 to 0.7 passes more than it can gain, as with drafts for texts of another domain."""
     found = {}
     for cost, rate in product((1.3, 1.6, 1.7), (0.0, 0.05, 0.1)):
         draft = (cost - 1 - 0.01 * (budgets[-1].nodes - 1)) / budgets[-1].depth
@@ -92,7 +94,9 @@ def test_drafts_that_do_not_fit_the_text_cost_a_first_call_of_64_tokens_at_most_
 @pytest.mark.parametrize("spell", few([0, 60, 150], [60]))
 @pytest.mark.parametrize(("rate", "draft"), [(0.1, 0.1), (0.3, 0.15), (0.8, 0.1)])
 def test_neither_one_slow_step_nor_a_slow_spell_decides_for_long(rate: float, draft: float, spell: int) -> None:
-    """One step in 50 takes twenty times as long, often the first of its kind, and in every other spell all take 1.8."""
+    """One step in 50 takes twenty times as long, often the first of its kind; and in every second period all steps take
+    1.8 times as long.
+    """
     machine = Machine(draft, lambda rows, nodes: 1 + 0.02 * (nodes - 1), 0.1)
     machine.pace = (lambda step: 1.8 if step // spell % 2 else 1.0) if spell else machine.pace
     speeds = (
@@ -112,7 +116,10 @@ def test_a_tree_that_costs_more_plain_steps_than_it_writes_tokens_is_stopped_in_
 
 
 def test_drafts_that_are_accepted_but_slow_are_stopped_too() -> None:
-    """Each step is accepted whole, but takes 20 plain steps: without a measured plain step this looks like a gain."""
+    """Each draft is accepted completely, but a step takes as long as 20 plain steps.
+
+    Without a measured plain step this looks like a gain.
+    """
     policy, budgets, seconds, tokens = AdaptivePolicy(), chains(6), 0.0, 0
     while tokens < 512:
         budget = policy.choose(budgets, rows=1)

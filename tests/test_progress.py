@@ -1,4 +1,4 @@
-"""What long commands say on their way."""
+"""Messages of long commands during their work."""
 
 import io
 
@@ -8,7 +8,7 @@ from trainer.terminal.console import ProgressBar
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that advances when a test says so."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -34,7 +34,7 @@ def test_without_a_terminal_a_line_comes_every_15_seconds_and_not_sooner() -> No
             progress.advance(2)
             progress.update(note="310 tokens/s")
     assert lines_of(heard) == [
-        # 30 in 15 s, the 72 of before left out of the pace: 1,690 more take 845 s
+        # 30 in 15 s; the earlier 72 do not count for the pace, so 1,690 more take 845 s
         "answering [/b]: 102/1,792, 310 tokens/s, about 14 min left",
         "answering [/b]: 132/1,792, 310 tokens/s, about 14 min left",
     ]

@@ -1,4 +1,6 @@
-"""Evidence against a distribution: its mean is 1 where the tokens come from it, so its inverse is a p-value."""
+"""Evidence against a distribution: its mean is 1 if the tokens come from the distribution,
+so its inverse is a p-value.
+"""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""The names that the packages offer at their top, and that asking for none of them costs nothing."""
+"""The public names of the packages; importing a package without using a name costs nothing."""
 
 import ast
 import subprocess

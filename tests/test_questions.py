@@ -1,4 +1,4 @@
-"""Questions: what the files of benchmarks become, which are chosen, and the prompts that ask them."""
+"""Questions: how benchmark files are read, which questions are chosen, and their prompts."""
 
 import json
 from pathlib import Path
@@ -93,7 +93,9 @@ def test_a_speed_bench_folder_is_read_split_by_split_as_its_prepare_script_write
 
 
 def test_each_file_of_a_folder_of_benchmarks_is_a_task(tmp_path: Path) -> None:
-    """As in RedHatAI/speculator_benchmarks: HumanEval has its own fields, the other files are Spec-Bench's."""
+    """As in RedHatAI/speculator_benchmarks, HumanEval has separate fields, and the other files have those of
+    Spec-Bench.
+    """
     written(tmp_path, {"task_id": "HumanEval/0", "prompt": "def f", "canonical_solution": "x"}, name="HumanEval.jsonl")
     written(tmp_path, {"question_id": 241, "category": "qa", "turns": ["a"]}, name="qa.jsonl")
     written(tmp_path, *spec_bench("writing", "stem"), name="question.jsonl")

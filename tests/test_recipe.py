@@ -1,4 +1,6 @@
-"""Recipes: typed, overridden by section.key=value, and every mistake is one sentence with the remedy."""
+"""Recipes are typed, can be overridden by section.key=value,
+and report every mistake in one sentence with the remedy.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,6 @@
-"""Every recipe in recipes/: it is parsed, says what it is meant for and whether it was measured, and names itself."""
+"""Every recipe in recipes/ can be parsed, says what it is for and whether it was measured,
+and contains its own path.
+"""
 
 import re
 from pathlib import Path
@@ -13,12 +15,12 @@ RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.yaml") if path.pa
 
 
 def words(path: Path) -> str:
-    """A recipe's text on one line."""
+    """Return the text of a recipe on one line."""
     return " ".join(path.read_text().replace("#", " ").split())
 
 
 def loaded(path: Path) -> MedusaRecipe:
-    """With what a recipe leaves to its user."""
+    """Load a recipe, with values for the keys that the user must set."""
     try:
         recipe = load_recipe(path)
     except ValueError as error:

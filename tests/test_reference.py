@@ -1,4 +1,4 @@
-"""The real loop writes what the one-page algorithm writes, pass by pass and token by token, greedy and sampled."""
+"""The real loop writes the same as the one-page algorithm, pass by pass and token by token, greedy and sampled."""
 
 from functools import partial
 

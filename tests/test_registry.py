@@ -1,4 +1,6 @@
-"""The registry of drafters: what a spec may say, what it makes, and that every name of it decodes as plain decoding."""
+"""The registry of drafters: valid specs, the drafters that they make, and that every drafter decodes like plain
+decoding.
+"""
 
 from pathlib import Path
 from typing import Any, cast
@@ -97,7 +99,7 @@ SPECS: dict[str, tuple[type, dict[str, Any], str]] = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads, a draft, a draft for it, one with another tokenizer, a DSpark, a DFlash and an EAGLE-3 one, on disk."""
+    """Write heads, a draft, a smaller draft, a draft with another tokenizer, and DSpark, DFlash and EAGLE-3 drafts."""
     folder = tmp_path_factory.mktemp("models")
     for name, shift, seed in (("draft", 0, 1), ("smaller", 0, 2), ("stranger", 1, 1)):
         tiny_model(vocab=130, seed=seed).save_pretrained(folder / name)

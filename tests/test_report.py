@@ -1,4 +1,4 @@
-"""A report as sentences, tables, pictures and one page, which say no more than its data."""
+"""A report as sentences, tables, pictures and a page, which claim no more than the data."""
 
 import io
 from dataclasses import replace
@@ -19,7 +19,7 @@ REPORT = report_from_json(full_report())
 
 
 def of_rows(*compared: dict[str, Any] | None, **facts: Any) -> Report:
-    """A report with a greedy row for each of these comparisons, in bf16 on a CPU unless told otherwise."""
+    """Make a report with a greedy row for each of these comparisons, by default in bf16 on a CPU."""
     spread = {"median": 1.75, "low_quartile": 1.5, "high_quartile": 2.0, "observations": 12}
     rows = [
         {
@@ -98,7 +98,7 @@ def test_an_answer_promises_no_gain_that_was_not_measured() -> None:
 @pytest.mark.parametrize(
     ("compared", "facts", "sentence"),
     [
-        ([parted(4, 4, 0.0), parted(4, 4, 0.0)], {}, "All 8 greedy texts are identical to plain decoding's."),
+        ([parted(4, 4, 0.0), parted(4, 4, 0.0)], {}, "All 8 greedy texts are identical to plain decoding."),
         ([parted(4, 4, 0.0), parted(3, 4, 0.125)], {}, "0.125 apart, near-ties that bfloat16 may round differently"),
         ([parted(3, 4, 4.5)], {}, "4.5 apart, more than rounding in bfloat16 can cause: look at these texts, and rep"),
         ([parted(2, 4, 0.001)], {"dtype": "float32"}, "0.001 apart. In fp32 on a CPU all texts must be equal: please"),
@@ -106,7 +106,7 @@ def test_an_answer_promises_no_gain_that_was_not_measured() -> None:
         (
             [parted(3, 4, None)],
             {},
-            "1 of 4 greedy texts differ from plain decoding's (75% are equal), by a margin that was not",
+            "1 of 4 greedy texts differ from plain decoding (75% are equal), by a margin that was not",
         ),
     ],
 )
@@ -124,7 +124,9 @@ def test_the_sentence_on_greedy_texts_is_made_of_this_reports_data_and_stands_in
 
 
 def test_acceptance_counted_both_ways_and_the_split_of_the_time_stand_in_tables() -> None:
-    """Of 100 passes of the draft 20 each accepted 0 to 4 tokens: 2 on average, and 5 texts ended inside the draft."""
+    """Of 100 passes of the draft, 20 each accepted 0, 1, 2, 3 and 4 tokens, which is 2 on average; 5 texts ended inside
+    the draft.
+    """
 
     def cells(heading: str) -> dict[str, str]:
         table = next(table for table in page_tables(REPORT) if table.heading.startswith(heading))

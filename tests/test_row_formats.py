@@ -1,4 +1,4 @@
-"""Rows as other tools define them: every column and field is read as its origin means it, or reported."""
+"""Rows in the formats of other tools: every column and field is read with its original meaning, or reported."""
 
 import io
 from pathlib import Path
@@ -32,7 +32,7 @@ CALLING = {"role": "assistant", "content": None, "function_call": {"name": "f", 
 
 
 def shown(example: Example) -> str:
-    """The text of a sequence, with brackets around what is trained."""
+    """Return the text of a sequence, with brackets around the trained tokens."""
     return str(marked_text(example, byte_tokenizer(), colour=False))
 
 
@@ -139,7 +139,7 @@ def test_reasoning_reaches_a_template_whatever_its_name(
     ids=["compared", "marked", "bare"],
 )
 def test_no_end_is_trained_of_thinking_that_was_cut_off_in_the_text(tmp_path: Path, template: str, read: str) -> None:
-    """As Qwen3's, these templates write an empty thinking before a text that does not end its own."""
+    """Like Qwen3's template, these write an empty thinking section before a text whose thinking does not end."""
     closing = template.replace(
         "{{ m.content }}{% for", "{{ m.content if m.reasoning_content else '<></>' ~ m.content }}{% for"
     )
@@ -218,7 +218,7 @@ def test_columns_that_nobody_reads_are_reported_once_with_their_rows(
 
 
 def test_regenerate_reports_columns_too_and_the_target_hears_the_system_message(tmp_path: Path) -> None:
-    """Answers are written again, so theirs are no loss."""
+    """Answers are written again, so columns about the old answers are not reported."""
     counting_model(128).save_pretrained(tmp_path / "target")
     byte_tokenizer(TOOL_TEMPLATE).save_pretrained(tmp_path / "target")
     output = io.StringIO()

@@ -1,4 +1,4 @@
-"""Where rows come from, and how each is named when something is wrong with it."""
+"""Sources of rows, and the name of a row in error messages."""
 
 import hashlib
 from pathlib import Path
@@ -25,7 +25,7 @@ def fields_of(name: Path | str, split: str = "train") -> list[dict[str, Any]]:
 
 @pytest.fixture
 def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The datasets library with a separate cache."""
+    """Import the datasets library with a separate cache."""
     import datasets as library
 
     monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -58,7 +58,7 @@ def test_a_line_that_is_no_row_is_found_when_its_fields_are_asked_for(
 
 
 def test_conversations_come_out_of_parquet_as_they_went_in(tmp_path: Path) -> None:
-    """Parquet gives every message and every tool the fields of all others, which are null."""
+    """In Parquet every message and every tool has the fields of all others, with null values."""
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]
     tools = [{"name": "f", "parameters": {"x": {"type": "string"}}}, {"name": "g", "parameters": {"y": {"enum": [1]}}}]
     row = {"messages": messages, "tools": tools}

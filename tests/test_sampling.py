@@ -1,4 +1,4 @@
-"""From logits to probabilities, compared with transformers' own processors."""
+"""From logits to probabilities, compared with the processors of transformers."""
 
 from typing import Any
 
@@ -36,14 +36,14 @@ from decoding.rules.tree import TokenTree
 
 
 def history_of(text: torch.Tensor, vocab: int, prompt_length: int = 0) -> HistoryRows:
-    """Of texts of one length, (rows, length)."""
+    """Make the history of texts with equal lengths, (rows, length)."""
     rows, length = text.shape
     seen = torch.zeros(rows, vocab, dtype=torch.bool).scatter(1, text, True)
     return HistoryRows(seen, text, (length,) * rows, (prompt_length,) * rows)
 
 
 def transformers_probabilities(logits: torch.Tensor, sampling: SamplingConfig, text: torch.Tensor) -> torch.Tensor:
-    """The same controls by transformers, in the order its `generate` puts them."""
+    """Apply the same controls by transformers, in the order of its `generate`."""
     processors = LogitsProcessorList()
     if sampling.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
@@ -177,7 +177,7 @@ def model() -> PreTrainedModel:
 def assert_same_as_generate(
     model: PreTrainedModel, config: GenerationConfig, processors: tuple[Any, ...] = ()
 ) -> SamplingConfig:
-    """Compares the scores of every step of `generate` with ours for the same logits and text."""
+    """Compare the scores of every step of `generate` with ours, for the same logits and text."""
     input_ids = torch.tensor([PROMPT])
     output = model.generate(
         input_ids,
@@ -261,7 +261,7 @@ def test_every_setting_transformers_has_is_known() -> None:
 
 def with_setting(name: str, value: object, do_sample: bool) -> GenerationConfig:
     config = GenerationConfig(do_sample=do_sample)
-    setattr(config, name, value)  # past its own validation
+    setattr(config, name, value)  # bypasses its validation
     return config
 
 

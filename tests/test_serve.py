@@ -1,4 +1,4 @@
-"""Commands for servers: their words, their depth, the traps that they name, and who takes what."""
+"""Commands for servers: their words, their depths, the traps that they name, and which server accepts which format."""
 
 import json
 import shlex
@@ -39,7 +39,7 @@ def folder_of(path: Path, **config: Any) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A draft's; of heads and GGUF files nothing is read."""
+    """Write the folder of a draft; nothing is read from heads and GGUF files."""
     return folder_of(tmp_path / "a folder", **CONFIG)
 
 

@@ -1,4 +1,4 @@
-"""Sources of batches: a fixed set, and what the loop asks of one that writes."""
+"""Sources of batches: a fixed set, and the calls of the loop to a source that writes texts."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_a_fixed_set_gives_the_examples_of_its_order_with_their_places(batch_siz
 
 
 class Diary:
-    """Writes every other step, and notes what it is asked."""
+    """A source that writes at every second step and records the calls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int, tuple[int, ...]]] = []

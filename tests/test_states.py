@@ -1,6 +1,6 @@
-"""The target's states through the loop: a drafter with taps gets those of each token that has been run, once.
+"""The target's states in the loop: a drafter with taps receives the states of each token that was run exactly once.
 
-Targets compute in float64: sums in another order differ by 1e-14 there, and by more than 1e-5 in float32.
+Targets compute in float64, where sums in another order differ by 1e-14; in float32 they differ by more than 1e-5.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ COUNT = 14
 
 
 class Reading(Drafter):
-    """Another drafter, with a session that asserts that the states handed over are the target's own."""
+    """A wrapper of another drafter, whose session asserts that the states it receives equal the target's."""
 
     name = "reading"
 
@@ -90,7 +90,7 @@ def hostile(target: CausalLM, chains: bool = False) -> HostileDrafter:
 
 @pytest.mark.parametrize(("batch_size", "chains"), [(1, True), (4, False)])
 def test_every_token_that_was_run_comes_with_its_states(target: CausalLM, batch_size: int, chains: bool) -> None:
-    """Branches accepted and refused, steps without a draft, rows that end, are refilled, and move."""
+    """Branches are accepted and rejected, some steps have no draft, and rows end, are refilled and move."""
     eos = (naive_greedy(target.model, PROMPTS[1], COUNT)[5],)
     for policy_seed in range(2):
         drafter = Reading(hostile(target, chains))
@@ -103,7 +103,10 @@ def test_every_token_that_was_run_comes_with_its_states(target: CausalLM, batch_
 
 
 def test_a_prompt_that_continues_a_cached_text_comes_with_all_its_states(target: CausalLM) -> None:
-    """They are kept with the cache; after a turn of another drafter, which kept none, the text runs again."""
+    """The states are kept with the cache.
+
+    After a turn of another drafter, which kept no states, the text runs again.
+    """
     kept, text, held = target.new_cache(8), [3, 1, 4], 0
     for turn in range(5):
         drafter = Reading(hostile(target)) if turn != 2 else None
@@ -141,7 +144,7 @@ def test_states_of_a_cut_and_appended_text_are_those_of_one_pass() -> None:
 
 
 def test_states_outlive_the_outputs_of_a_target_with_static_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next step overwrites these outputs, also where nothing is drafted in between."""
+    """The next step overwrites these outputs, even if nothing is drafted in between."""
     target = CausalLM(tiny_model("llama").double(), static="eager")
     last = list[ModelOutput]()
 

@@ -1,4 +1,4 @@
-"""Stop strings end a text where transformers' `generate` ends it, for each kind of tokenizer."""
+"""Stop strings end a text at the same token as in transformers' `generate`, for each kind of tokenizer."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ STRINGS = [
 
 
 def end_of(tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], new: Sequence[int], strings: list[str]) -> int:
-    """How many new tokens transformers writes."""
+    """Return the number of new tokens that transformers writes."""
     criteria = StopStringCriteria(tokenizer, strings)
     whole = torch.tensor([[*prompt, *new]])
     ends = (count for count in range(1, len(new) + 1) if criteria(whole[:, : len(prompt) + count], None))
@@ -45,7 +45,7 @@ def end_of(tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], new: Seque
 
 @pytest.mark.parametrize("kind", few(tokenizers_by_kind(), [*tokenizers_by_kind()][:2]))
 def test_a_text_ends_where_the_criteria_of_transformers_end_it(kind: str) -> None:
-    """Strings begin in the prompt, inside a token, or with a space, and end inside a block of any size."""
+    """The strings begin in the prompt, inside a token, or with a space, and end inside a block of any size."""
     tokenizer, rng, early, across = tokenizers_by_kind()[kind], random.Random(0), 0, 0
     tokens = tokenizer("a b c a b a  \u00e9 \u00e9c \u65e5\n hell\nb a cab<|end|> a b")[
         "input_ids"

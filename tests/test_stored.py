@@ -1,4 +1,4 @@
-"""Weights in shards: one model whatever their number of files; and NaN or infinity in them."""
+"""Weights in shards are the same model for any number of files; and weights with NaN or infinity."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,9 @@ SHARDS = ["model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
-    """Heads of 4 blocks of 64 + 8 numbers and 2 lm_heads of 96, 2 bytes each: 960 bytes, in shards of at most 400."""
+    """Write heads with 4 blocks of 64 + 8 numbers and 2 lm_heads of 96, in 2 bytes each: 960 bytes, in shards of at
+    most 400.
+    """
     random_heads(dtype=torch.bfloat16).save_pretrained(tmp_path / "sharded", shard_bytes=400)
     return tmp_path / "sharded"
 

@@ -1,4 +1,4 @@
-"""Tokens to text as they come, and running figures with prefills apart."""
+"""From tokens to text during decoding, and running figures with separate prefills."""
 
 from decoding.text import Detokenizer, Piece, Step, Tally, stream_pieces
 

@@ -1,4 +1,4 @@
-"""Taps: the states after a model's layers are those of `transformers`, family by family and pass by pass."""
+"""Taps: the states after a model's layers equal those of `transformers`, for each family and each kind of pass."""
 
 import threading
 from contextlib import ExitStack
@@ -27,7 +27,7 @@ _DEPTH = {"gpt2": {"n_layer": 4}, **dict.fromkeys(("qwen2-mixed", "gemma2", "gem
 
 @cache
 def model_of(family: str) -> PreTrainedModel:
-    """A model of four layers; of both kinds of attention if the family mixes them."""
+    """Make a model of four layers, with both kinds of attention if the family mixes them."""
     return tiny_model(family, **_DEPTH.get(family, {}), **{} if family == "gpt2" else {"num_hidden_layers": 4})
 
 
@@ -38,7 +38,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
 @pytest.mark.parametrize("static", [None, "eager"])
 @pytest.mark.parametrize("family", few(FAMILIES, FEW_FAMILIES))
 def test_states_behind_a_layer_are_those_of_transformers_in_every_pass(family: str, static: str | None) -> None:
-    """Prompts of a ragged batch, a chain and a tree after each, in shapes as they come and in fixed ones."""
+    """Prompts of a ragged batch, and a chain and a tree after each, in dynamic and in fixed shapes."""
     model = CausalLM(model_of(family), static=static)
     cache = model.new_cache(32, len(TEXTS))
     output = model.prefill(TEXTS, cache, taps=TAPS)
@@ -74,7 +74,7 @@ def test_a_forward_that_begins_behind_a_layer_ends_as_the_whole_one_and_runs_no_
 def test_a_pass_without_taps_hooks_no_layer_and_one_with_them_no_other_and_leaves_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = CausalLM(tiny_model())  # transformers leaves hooks of its own on models that were asked for all states
+    model = CausalLM(tiny_model())  # transformers leaves hooks on models from which all states were requested
     layers, hooked = layers_of(model.model, 2), list[list[int]]()
     forward = type(layers[0]).forward
 
@@ -135,7 +135,7 @@ def test_the_lm_head_of_a_frozen_model_never_reads_a_strided_slice() -> None:
 
 
 def test_work_runs_between_the_layers_hooks_and_leaves_as_the_layers_result() -> None:
-    """ZeRO-3 gathers the weight in a pre-hook, and again for the gradient of the outputs that its hook sees."""
+    """ZeRO-3 gathers the weight in a pre-hook, and again for the gradient of the outputs that its hook receives."""
     model, seen = tiny_model("llama"), list[object]()
     layer = model.get_output_embeddings()
     layer.register_forward_pre_hook(lambda *_: seen.append("gathered"))

@@ -1,4 +1,6 @@
-"""One call for any causal language model: rows of trees in one pass are every path of every row on its own."""
+"""One interface for any causal language model: a pass over rows of trees equals separate passes over every path of
+every row.
+"""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -25,12 +27,12 @@ from decoding.model.forward import _GROUPED as NAME
 from decoding.model.forward import copy_free_attention, grouped_attention
 from decoding.rules.tree import TokenTree, TreeShape
 
-# Longer than the window of the families that have one, on both sides of a branch.
+# Longer than the window of families with a window, on both sides of a branch.
 PREFIX = [3, 1, 4, 1, 5, 9, 2]
 TREE = TokenTree(torch.tensor([9, 2, 6, 5, 3, 5, 8]), TreeShape((-1, 0, 0, 1, 2, 2, 5)))
-# Far past the window, one token, and just at the window.
+# Far longer than the window, one token, and exactly the window.
 RAGGED = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7], [2, 7, 1, 8, 2]]
-# fp32 leaves 2e-5 of logits as large as these; a wrong mask changes whole units.
+# fp32 rounding is 2e-5 for logits as large as these; a wrong mask changes them by whole units.
 FLOAT: dict[str, Any] = {"rtol": 0.0, "atol": 1e-4}
 
 
@@ -41,7 +43,7 @@ def causal_lm(family: str, attention: str | None = None) -> CausalLM:
 
 @cache
 def alone(family: str, text: tuple[int, ...]) -> Tensor:
-    """What a plain forward pass over this text writes last, (vocab,)."""
+    """Return the last logits of a plain forward pass over this text, (vocab,)."""
     return full_forward(causal_lm(family).model, text)[-1]
 
 
@@ -124,7 +126,7 @@ def test_each_row_runs_its_tree_in_parts_of_its_own(seed: int, lengths: list[int
     texts = [[chance.randrange(16) for _ in range(length)] for length in lengths]
     trees = [random_tree(chance, chance.randint(2, 9)) for _ in texts]
     cache = filled(model, texts)
-    # The first nodes of a tree are a tree; each row has run as many as it likes.
+    # The first nodes of a tree form a tree; each row has run a random number of them.
     first = [chance.randint(1, len(tree) - 1) for tree in trees]
     parts = [
         TokenTree(tree.tokens[:count], tree.shape.keep(range(count))) for tree, count in zip(trees, first, strict=True)
@@ -158,7 +160,7 @@ def test_what_stands_in_other_rows_and_in_the_padding_does_not_reach_a_row(famil
     outputs = []
     for other in ([1, 2, 3], [15, 15, 15, 0, 15, 15, 15, 15, 15]):
         cache = filled(model, [PREFIX, other])
-        # Nothing a row does not own may be read: neither the padding of its prefill nor what a rejection left behind.
+        # A row must not read keys of padding in its prefill, nor keys left behind by a rejection.
         for row in (0, 1):
             for layer in layers_of(cache):
                 layer.keys[row, :, cache.lengths[row] :] = 1e4
@@ -168,7 +170,7 @@ def test_what_stands_in_other_rows_and_in_the_padding_does_not_reach_a_row(famil
 
 
 def test_a_row_that_is_full_may_step_along_with_the_others() -> None:
-    """A draft steps all rows while one has room. What the full row writes nobody reads."""
+    """A draft steps all rows as long as one has room; nothing reads what the full row writes."""
     model = CausalLM(tiny_model("gpt2", max_position_embeddings=16))
     texts = [[1] * 16, [5, 6]]
     cache = filled(model, texts)
@@ -179,7 +181,7 @@ def test_a_row_that_is_full_may_step_along_with_the_others() -> None:
 
 
 def test_mistral_gives_every_layer_its_window_whatever_its_config_says_of_types() -> None:
-    """Some published configs carry types along, which the class does not read: it takes one mask."""
+    """Some published configs list layer types, which the class ignores: it takes one mask."""
     types = ["sliding_attention", "full_attention"]
     model = CausalLM(tiny_model("mistral", layer_types=types))
     logits = model.verify([TREE], filled(model, [PREFIX])).logits
@@ -192,7 +194,7 @@ def test_mistral_gives_every_layer_its_window_whatever_its_config_says_of_types(
 
 
 def seen(model: CausalLM, shapes: Sequence[TreeShape], starts: list[int], window: int | None = None) -> list[list[str]]:
-    """The mask of each row as text: a line per query, ``x`` where it looks and ``.`` where it does not."""
+    """Return the mask of each row as text: a line per query, with ``x`` for visible and ``.`` for hidden keys."""
     size = max(len(shape) for shape in shapes)
     masks = TreeMasks(model.model, {"full_attention": window})
     mask = masks.of_trees(shapes, starts, [0] * len(shapes), size)
@@ -208,7 +210,7 @@ FORK, LINE = TreeShape((-1, 0, 0, 1)), TreeShape.chain(2)
 
 
 def test_masks_of_trees_of_different_shapes_behind_prefixes_of_different_lengths(tiny_llama: CausalLM) -> None:
-    # The keys of the second row are its one, its three nodes, and what it must not look at.
+    # The keys of the second row are its one token, its three nodes, and keys that it must not see.
     assert seen(tiny_llama, [FORK, LINE], [3, 1]) == [
         ["xxxx...", "xxxxx..", "xxxx.x.", "xxxxx.x"],
         ["xx.....", "xxx....", "xxxx..."],
@@ -229,7 +231,7 @@ def test_a_window_is_counted_in_positions_of_the_text_not_in_keys(tiny_llama: Ca
 
 @pytest.mark.parametrize("family", few(FAMILIES, FEW_FAMILIES))
 def test_hidden_is_exactly_what_the_lm_head_reads(family: str) -> None:
-    # Granite divides what its lm_head writes by 8, OPT projects to fewer dimensions before: neither shows here.
+    # Granite divides the output of its lm_head by 8, and OPT projects to fewer dimensions first; neither matters here.
     model = causal_lm(family)
     written: list[Tensor] = []
     handle = model.model.get_output_embeddings().register_forward_hook(lambda *call: written.append(call[-1]))
@@ -264,7 +266,7 @@ def test_many_long_prompts_run_in_groups_and_give_what_they_give_together(
     whole, slots = tiny_llama.new_cache(16, 6), [4, 0, 1, 5, 2]
     expected = tiny_llama.prefill(texts, whole, slots)
     passes: list[tuple[int, int]] = []
-    monkeypatch.setattr("decoding.model.causal_lm._PREFILL_TOKENS", 11)  # two rows of the longest
+    monkeypatch.setattr("decoding.model.causal_lm._PREFILL_TOKENS", 11)  # two rows of the largest length
     handle = tiny_llama.model.register_forward_pre_hook(
         lambda module, args, named: passes.append(tuple(named["input_ids"].shape)), with_kwargs=True
     )
@@ -284,7 +286,7 @@ BLOCKED = torch.finfo(torch.float32).min
 
 
 class Grouped(nn.Module):
-    """What attention functions read of the layer that calls them."""
+    """The attributes that attention functions read from the layer that calls them."""
 
     is_causal = True
 
@@ -298,7 +300,7 @@ def random_inputs(heads: int, groups: int, queries: int, keys: int, rows: int = 
 
 
 def random_mask(rows: int, queries: int, keys: int) -> Tensor:
-    """Additive; every query sees the first key at least."""
+    """Make a random additive mask in which every query sees at least the first key."""
     hidden = torch.rand(rows, 1, queries, keys) < 0.5
     hidden[..., 0] = False
     return torch.zeros(rows, 1, queries, keys).masked_fill(hidden, BLOCKED)
@@ -333,7 +335,7 @@ def test_what_is_not_grouped_is_left_to_sdpa(case: str) -> None:
     ours, _ = grouped_attention(Grouped(2), query, key, value, mask, **bias)
     wanted, _ = sdpa_attention_forward(Grouped(2), query, key, value, mask, **bias)
     torch.testing.assert_close(ours, wanted, **CLOSE)
-    with pytest.raises(ValueError, match="does not support `softcap`"):  # it is not forgotten
+    with pytest.raises(ValueError, match="does not support `softcap`"):  # the first error is not lost
         grouped_attention(Grouped(2), query, key, value, mask, softcap=5.0)
 
 
@@ -342,7 +344,7 @@ def test_what_is_not_grouped_is_left_to_sdpa(case: str) -> None:
 
 @contextmanager
 def sdpa_calls() -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """The keys and values of every call of torch's scaled dot-product attention."""
+    """Record the keys and values of every call of torch's scaled dot-product attention."""
     calls: list[tuple[Tensor, Tensor]] = []
     original = F.scaled_dot_product_attention
 
@@ -369,7 +371,7 @@ GROUPED: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
 def test_what_attention_reads_is_the_cache_itself(family: str, trees: list[TokenTree]) -> None:
     model = CausalLM(tiny_model(family, **(GROUPED if family not in ("gpt2", "falcon") else {})))
     cache = two_filled(model)
-    if family == "llama":  # transformers' own sdpa would copy, or this test would show nothing
+    if family == "llama":  # transformers' sdpa would copy; otherwise this test would show nothing
         cache.begin([0, 1], 3, torch.device("cpu"))
         mask, tokens = torch.zeros(2, 1, 3, 10), torch.ones(2, 3, dtype=torch.long)
         with torch.inference_mode(), sdpa_calls() as calls:
@@ -388,7 +390,9 @@ def test_what_attention_reads_is_the_cache_itself(family: str, trees: list[Token
 
 
 def test_only_a_models_own_sdpa_is_replaced_and_is_back_afterwards() -> None:
-    """Falcon would take any name but sdpa for eager attention, and add the boolean mask of a prefill to its scores."""
+    """Falcon would treat any name except sdpa as eager attention,
+    and add the boolean mask of a prefill to its scores.
+    """
     for family, attention, during in (("llama", "sdpa", NAME), ("llama", "eager", "eager"), ("falcon", "sdpa", "sdpa")):
         model = tiny_model(family, attention=attention)
         with copy_free_attention(model), copy_free_attention(model):  # a draft may share the target's config
@@ -400,12 +404,14 @@ def test_only_a_models_own_sdpa_is_replaced_and_is_back_afterwards() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_four_queries_a_key_over_an_odd_number_of_keys_attend_as_one_by_one(dtype: torch.dtype) -> None:
-    """What tests/gpu runs on a GPU."""
+    """tests/gpu runs the same check on a GPU."""
     check_grouped_queries("cpu", dtype)
 
 
 def test_whoever_decodes_attends_without_cudnn() -> None:
-    """Its plan for every new key length would be paid at every step, by the peers on the same model too."""
+    """cuDNN would make a plan for every new key length at every step, which also slows down the peers on the same
+    model.
+    """
     torch.backends.cuda.enable_cudnn_sdp(True)
     CausalLM(tiny_model("llama"))
     assert not torch.backends.cuda.cudnn_sdp_enabled()

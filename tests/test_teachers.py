@@ -1,4 +1,6 @@
-"""What is known of the target's distribution: all of it, its best tokens, or these and a sample of the others."""
+"""Teachers with the whole distribution of the target, with its best tokens,
+or with these and a sample of the others.
+"""
 
 import itertools
 
@@ -26,7 +28,7 @@ def test_a_teachers_logits_go_through_what_its_model_does_after_the_lm_head() ->
 
 
 def sampled(logits: Tensor, kept: int, tail: list[int], temperature: float = 1.0) -> SampledTailTeacher:
-    """Of one token's logits: the best, and these others as drawn."""
+    """Return a teacher for the logits of one token: the best ones, and these others as if drawn."""
     tempered = logits / temperature
     best, drawn = tempered.topk(kept), torch.tensor([tail], dtype=torch.long)
     tokens = torch.cat((best.indices, drawn), 1)
@@ -37,7 +39,7 @@ def sampled(logits: Tensor, kept: int, tail: list[int], temperature: float = 1.0
 def expected_over_draws(
     hidden: Tensor, weight: Tensor, logits: Tensor, mix: LossMix, kept: int, drawn: int, tokens: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The mean over every sample that may be drawn, by its probability: loss, gradients, what is accepted."""
+    """Return the means of loss, gradients and acceptance over every possible sample, weighted by its probability."""
     tempered = logits / mix.temperature
     p = tempered.softmax(-1)[0]
     others = sorted(set(range(len(p))) - set(tempered.topk(kept).indices[0].tolist()))
@@ -60,7 +62,7 @@ def expected_over_draws(
 def test_over_all_that_may_be_drawn_losses_and_gradients_are_those_of_the_whole_vocabulary(
     terms: tuple[Divergence, ...], drawn: int, temperature: float, known: list[int] | None
 ) -> None:
-    """Six tokens of which two are kept: 4, 16 or 64 samples, those with repeats included."""
+    """There are six tokens, of which two are kept: 4, 16 or 64 samples, including samples with repeats."""
     tokens = None if known is None else torch.tensor(known)
     hidden = torch.randn(1, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6 if known is None else 4, 3, dtype=torch.float64, requires_grad=True)
@@ -70,7 +72,7 @@ def test_over_all_that_may_be_drawn_losses_and_gradients_are_those_of_the_whole_
     label = min(set(range(6)) - set(logits.topk(2).indices[0].tolist()))
     whole = fused_loss(hidden, weight, torch.tensor([label]), mix, all_logits(logits), tokens=tokens)
     assert accepted.item() == pytest.approx(whole.accepted.item(), abs=1e-10)
-    if known is None or "forward_kl" not in terms:  # whose constant is a function of how much of p is known
+    if known is None or "forward_kl" not in terms:  # its constant depends on how much of p is known
         assert loss.item() == pytest.approx(whole.loss.item(), abs=1e-10)
     for found, expected in zip(slopes, gradients(whole.loss, hidden, weight), strict=True):
         assert torch.allclose(found, expected, rtol=0, atol=1e-10)

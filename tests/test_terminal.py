@@ -1,4 +1,6 @@
-"""Texts on consoles: coloured and redrawn on a terminal, plain elsewhere; no escape of a model; Ctrl-C ends a text."""
+"""Texts on consoles: coloured on a terminal and plain elsewhere, without escape characters from models; Ctrl-C ends a
+text.
+"""
 
 import io
 import os
@@ -21,7 +23,7 @@ SGR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Screen(io.StringIO):
-    """A file that says that it is a terminal."""
+    """A file that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -136,7 +138,9 @@ def test_a_second_ctrl_c_ends_the_block_at_once_and_one_outside_of_it_is_what_it
 
 
 def test_a_process_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
-    """A shell starts the jobs of a script behind ``&`` so: a Ctrl-C is meant for the one in front."""
+    """A shell starts background jobs of a script (``&``) in this way,
+    because Ctrl-C is meant for the foreground job.
+    """
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with CtrlC() as ctrl_c:

@@ -1,4 +1,4 @@
-"""Idle threads sleep soon, unless the user has said how they wait, and are told so before torch is loaded."""
+"""Idle threads sleep soon, unless the user has chosen how they wait; this is set before torch is loaded."""
 
 import os
 import re
@@ -35,7 +35,7 @@ def test_threads_spin_briefly_unless_the_user_chose(
 
 
 def test_the_command_and_the_script_set_it_before_torch_is_loaded() -> None:
-    """Both call `guarded` with the work that loads torch; nothing that is imported before loads it."""
+    """Both call `guarded` with the work that loads torch; no earlier import loads torch."""
     program = (
         "import os, sys\n"
         "from trainer.commands.usage import guarded\n"

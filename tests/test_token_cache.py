@@ -1,4 +1,6 @@
-"""Tokens on disk: the same sequences as the readable reference's, from any number of processes, once on a machine."""
+"""Tokens on disk equal the sequences of the readable reference, for any number of processes, and are written once per
+machine.
+"""
 
 import multiprocessing
 import os
@@ -26,7 +28,7 @@ UNMARKED = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgenerati
 
 @pytest.fixture(autouse=True)
 def _a_cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for the few rows of a test."""
+    """Use a separate cache, even for the few rows of a test."""
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(dataset, "_FEW_BYTES", -1)
     monkeypatch.setattr(dataset, "_FEW_ROWS", -1)
@@ -38,7 +40,7 @@ def section(**changes: Any) -> DataSection:
 
 
 def rows(count: int, chats: bool) -> list[Any]:
-    """Rows of every format, long and short, some of them bad."""
+    """Make rows of every format, long and short, some of which are bad."""
     rng = random.Random(count)
 
     def text(most: int) -> str:
@@ -74,7 +76,7 @@ def plain(examples: Any) -> list[Plain]:
 
 
 def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The rows that are encoded from now on."""
+    """Record the rows that are encoded from now on."""
     seen: list[str] = []
     encode = TranscriptEncoder.encode
     monkeypatch.setattr(TranscriptEncoder, "encode", lambda self, row: (seen.append(row.where), encode(self, row))[1])
@@ -133,7 +135,7 @@ def test_a_cached_file_is_found_again_only_for_what_gives_the_same_sequences(tmp
         return fingerprint(open_source(str(path), section()), section(**changes), tokenizer or tiny_tokenizer())
 
     changes_none = {"train", "heldout", "split", "heldout_split", "packing", "num_proc", "source", "license"}
-    elsewhere = {"chat_template", "streaming"}  # in the file's digest, in the source's
+    elsewhere = {"chat_template", "streaming"}  # in the digest of the file, and in the digest of the source
     assert {*dataset._DECIDES} | changes_none | elsewhere == {*DataSection.model_fields}, "a new field: which?"
     base = of()
     assert base == of(packing=True, num_proc=4, license="mit", split="other"), "none of them decides a sequence"

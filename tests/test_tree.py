@@ -1,4 +1,4 @@
-"""Token trees: topology, masks, paths."""
+"""Token trees: shapes, masks and paths."""
 
 import pytest
 import torch

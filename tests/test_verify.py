@@ -59,7 +59,7 @@ WITHOUT = ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
 DETERMINISTIC = ProposalKind.DETERMINISTIC
 GRAFTED = ProposalKind.GRAFTED
 
-# The promise of each rule: the kinds it is lossless for, and whether it takes trees.
+# The promise of each rule: the kinds for which it is lossless, and whether it accepts trees.
 FITS = {
     "token": ({WITH}, False),
     "block": ({WITH, DETERMINISTIC}, False),
@@ -72,7 +72,7 @@ CASES = [
     pytest.param(name, kind, shape, id=f"{name}, {kind.value}, {shape}")
     for name, (kinds, takes_trees) in FITS.items()
     for kind in sorted(kinds, key=lambda kind: kind.value)
-    for shape in (SHAPES if takes_trees else ["chain of 2"])  # rules of chains are those of trees, by another name
+    for shape in (SHAPES if takes_trees else ["chain of 2"])  # rules for chains are rules for trees
 ]
 
 
@@ -108,7 +108,7 @@ def test_duplicate_siblings_do_no_harm(rule: Rule, tokens: list[int]) -> None:
 
 @pytest.mark.parametrize("rule", [SAMPLED_VERIFY, TOP_K_CHILDREN, TRAVERSAL_VERIFICATION, BLOCK_VERIFICATION])
 def test_a_drafted_token_the_target_rules_out_is_never_kept(rule: Rule) -> None:
-    # In fp32, where 1/3 and 2/3 are rounded; token 0 has probability 0 and is drafted all the same.
+    # In fp32, where 1/3 and 2/3 are rounded. Token 0 has probability 0 but is drafted.
     proposal = Proposal(TokenTree.chain([0, 0, 1]), DETERMINISTIC)
     rows = torch.tensor([[0.0, 1 / 3, 2 / 3]] * 3)
     assert {verdict.path for verdict in distribution(lambda source: rule(proposal, rows, source))} == {()}
@@ -116,7 +116,7 @@ def test_a_drafted_token_the_target_rules_out_is_never_kept(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", [TOKEN_REJECTION, BLOCK_VERIFICATION, RECURSIVE_REJECTION, TRAVERSAL_VERIFICATION])
 def test_a_draft_equal_to_the_target_up_to_rounding_is_always_answered(rule: Rule) -> None:
-    # Ratios a little below 1 and nothing left of p - q where one is refused for all that.
+    # Ratios are a little below 1, so a token may be rejected although nothing is left of p - q.
     q = torch.tensor([[0.5, 0.5], [0.5, 0.5]])
     rows = torch.tensor([[0.5, 0.5 - 2**-25], [0.5, 0.5 - 2**-25], [1.0, 0.0]])
     proposal = Proposal(TokenTree.chain([0, 1, 1]), WITH, q)
@@ -251,7 +251,7 @@ def test_the_block_papers_own_example() -> None:
     assert length_of(draft, BLOCK_VERIFICATION, p) == pytest.approx(11 / 9)
 
 
-# Of each pair the second keeps at least as many in expectation, on every model, and on some more.
+# In each pair the second rule keeps at least as many tokens in expectation on every model, and more on some.
 @pytest.mark.parametrize(
     ("fewer", "more"),
     [
@@ -272,7 +272,7 @@ def test_one_rule_keeps_at_least_as_many_as_another(
 def length_differences(
     one: tuple[str, ProposalKind], other: tuple[str, ProposalKind], shapes: dict[str, tuple[int, ...]]
 ) -> list[float]:
-    """Expected accepted length of the other rule and kind less that of the one, by shape and models."""
+    """Return the expected accepted length of the second rule and kind minus that of the first, by shape and models."""
     return [
         enumerated(*other, shape, models, 0).accepted_length - enumerated(*one, shape, models, 0).accepted_length
         for shape in shapes
@@ -284,7 +284,7 @@ def length_differences(
 
 
 def block_forwards(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
-    """Block verification as its paper writes it: every position tested, the last to hold counts."""
+    """Block verification as in its paper: every position is tested, and the last one that passes counts."""
     tokens, q = proposal.tree.token_list, proposal.q
     assert q is not None
     length, reach, kept, weights = len(tokens) - 1, 1.0, 0, (p[0] - q[0]).clamp(min=0)
@@ -300,7 +300,7 @@ def block_forwards(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdi
 
 
 def every_chain(q: ContextModel, length: int, kind: ProposalKind = WITH) -> list[Proposal]:
-    """Every chain that q can draft."""
+    """Return every chain that q can draft."""
     return [proposal for proposal, _ in outcomes(sampled_draft(TreeShape.chain(length), q, kind))]
 
 
@@ -324,7 +324,7 @@ def test_on_a_chain_two_rules_agree_outcome_by_outcome(one: Rule, other: Rule, k
 
 
 def positive(found: dict[Verdict, float]) -> dict[Verdict, float]:
-    """Without what only rounding makes possible."""
+    """Drop outcomes that only rounding makes possible."""
     return {verdict: chance for verdict, chance in found.items() if chance > LOSSLESS}
 
 
@@ -334,7 +334,7 @@ TREE = (-1, 0, 1, 0, 3)
 
 
 class Mutant(NamedTuple):
-    """A rule whose source has ``was`` replaced by ``becomes`` in one function, and the drafts that show it."""
+    """A rule in whose source ``becomes`` replaces ``was`` in one function, and the drafts that show the difference."""
 
     rule: str
     function: str
@@ -406,7 +406,7 @@ MUTANTS |= {
 
 
 def mutated(mutant: Mutant) -> Decide:
-    """The rule of a copy of `decoding.rules.verify` in which one place of one function reads differently."""
+    """Return the rule from a copy of `decoding.rules.verify` in which one place of one function is changed."""
     source = Path(str(decoding.rules.verify.__file__)).read_text()
     functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     function = ast.get_source_segment(source, functions[mutant.function])
@@ -419,7 +419,7 @@ def mutated(mutant: Mutant) -> Decide:
 
 @cache
 def distance(decide: Decide, kind: ProposalKind, parents: tuple[int, ...], models: str) -> float:
-    """From the target, on one pair of models, which are such that every mutant shows."""
+    """Return the distance from the target on one pair of models, chosen so that every mutant shows."""
     shape = TreeShape(parents)
     p, q = model_pair(models, 3, shape.max_depth, seed=3)
     return distance_from_target(draft_of(kind, shape, q), decide, p, shape.max_depth + 1)
@@ -469,7 +469,7 @@ def a_draw_per_child(proposal: Proposal, p: Tensor, source: RandomSource) -> Ver
 
 
 def duplicates_skipped(rule: str) -> Decide:
-    """With replacement, a duplicate left out instead of being refused."""
+    """Recursive rejection with replacement, in which a duplicate is skipped instead of rejected."""
 
     def decide(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
         tokens = list(dict.fromkeys(proposal.tree.token_list[1:]))
@@ -497,7 +497,7 @@ def test_the_enumeration_catches_a_rule_that_is_built_wrong(
 
 @pytest.mark.parametrize("rule", ["recursive", "traversal"])
 def test_the_enumeration_catches_a_softmax_q_for_a_deterministic_draft(rule: str) -> None:
-    """A draft that took the argmax, scored as if it had been sampled from the softmax."""
+    """The draft takes the argmax but is scored as if it had been sampled from the softmax."""
     p, q = model_pair("dense", 3, 2, seed=0)
 
     def decide(proposal: Proposal, rows: Tensor, source: RandomSource) -> Verdict:
@@ -511,7 +511,9 @@ def test_the_enumeration_catches_a_softmax_q_for_a_deterministic_draft(rule: str
 
 
 class CoarseSource:
-    """Uniforms on a grid of 1/4: exact for probabilities in quarters, and often enough 0 to show what 0 does."""
+    """A source of uniform numbers on a grid of 1/4: exact for probabilities in quarters, and often 0, which shows the
+    effect of 0.
+    """
 
     def __init__(self, source: RandomSource, strict: bool) -> None:
         self._source, self._strict = source, strict
@@ -530,7 +532,7 @@ def always_zero(row: Tensor) -> Draft:
     return deterministic_draft(TreeShape.chain(1), lambda context, count: [0] * count)
 
 
-# Block and traversal verification do not ask at all where the probability is 0, so that no source can mislead them.
+# Block and traversal verification make no request if the probability is 0, so no source can mislead them.
 @pytest.mark.parametrize(
     ("rule", "draft", "asks"),
     [
@@ -544,7 +546,7 @@ def always_zero(row: Tensor) -> Draft:
 def test_a_uniform_of_zero_must_not_accept_a_token_of_probability_zero(
     rule: str, draft: Callable[[Tensor], Draft], asks: bool, strict: bool
 ) -> None:
-    # Ratios p/q: 0, 2 and 1; in quarters, so that the strict test on a grid of quarters is exact.
+    # The ratios p/q are 0, 2 and 1, in quarters, so that the strict test on a grid of quarters is exact.
     row = torch.tensor([0.0, 0.5, 0.5], dtype=torch.float64)
     p = ContextModel({(): row, (0,): row, (1,): row, (2,): row})
 
@@ -591,7 +593,7 @@ def test_a_sampled_draft_is_distributed_as_q() -> None:
 
 
 def test_the_distance_is_that_of_the_emitted_text_from_the_target() -> None:
-    # p writes 0 or 1 with probability 1/4 and 3/4; a "rule" that always writes 1 first is off by 1/4 there.
+    # p writes 0 with probability 1/4 and 1 with 3/4; a "rule" that always writes 1 first is off by 1/4.
     row = torch.tensor([0.25, 0.75], dtype=torch.float64)
     p = ContextModel({(): row, (0,): row, (1,): row})
     draft = sampled_draft(TreeShape.chain(1), p, ProposalKind.SAMPLED)

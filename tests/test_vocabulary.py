@@ -1,4 +1,4 @@
-"""A trimmed vocabulary changes the drafted tokens, never the target's output."""
+"""A trimmed vocabulary changes the drafted tokens but never the target's output."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ PROMPTS = ([1, 2, 3], [5], [7, 7, 0, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1])
 
 
 def test_the_commonest_tokens_by_hand() -> None:
-    texts = [[7, 7, 7, 3], [3, 9, 9, 5], [2]]  # 7: three times; 3 and 9: twice; 2 and 5: once
+    texts = [[7, 7, 7, 3], [3, 9, 9, 5], [2]]  # 7 occurs three times, 3 and 9 occur twice, 2 and 5 once
     assert most_frequent_tokens(texts, 1, 10) == (7,)
     assert most_frequent_tokens(texts, 2, 10) == (3, 7), "of 3 and 9 the lower"
     assert most_frequent_tokens(texts, 4, 10) == (2, 3, 7, 9)

@@ -1,4 +1,4 @@
-"""Random DSpark and DFlash drafts for tiny targets, and their logits by one plain forward of a text, as reference."""
+"""Random DSpark and DFlash drafts for tiny targets, and as a reference their logits from one plain forward pass."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -24,9 +24,8 @@ def tiny_dspark(
     writes: Sequence[int] | None = None,
     **changes: Any,
 ) -> DSparkDraft:
-    """Make a draft of one layer over all taps, with grouped keys; its weights are ``spread`` wide, its bias is too.
-
-    ``writes``: the tokens of an lm_head of its own; None: the target's lm_head.
+    """Make a draft of one layer over all taps, with grouped keys; weights and bias have the standard deviation
+    ``spread``. ``writes``: the tokens of a separate lm_head; None means the target's lm_head.
     """
     sizes: dict[str, Any] = {
         "hidden_size": target.hidden_size,
@@ -53,7 +52,7 @@ def tiny_dspark(
 
 
 def tiny_dflash(target: CausalLM, tokens: int = 4, **changes: Any) -> DSparkDraft:
-    """Make a draft without a bias, whose masks predict their own places."""
+    """Make a draft without a bias, in which each mask predicts the token at its own position."""
     return tiny_dspark(target, tokens, 0, sample_from_anchor=False, **changes)
 
 
@@ -67,7 +66,7 @@ def states_at(target: CausalLM, text: Sequence[int], taps: Sequence[int]) -> Ten
 
 
 def block_logits(draft: DSparkDraft, target: CausalLM, text: Sequence[int]) -> Tensor:
-    """Return the logits of the K tokens after a text, (K, outputs), without bias: all recomputed from the weights."""
+    """Return the logits of the K tokens after a text, (K, outputs), without bias, computed anew from the weights."""
     own = dict(draft.named_parameters()).get("lm_head.weight", target.model.get_output_embeddings().weight.detach())
     return block_states(draft, target, text)[-draft.config.block_size :] @ own.T
 
@@ -84,7 +83,7 @@ def block_states(draft: DSparkDraft, target: CausalLM, text: Sequence[int]) -> T
         return (x @ weights[f"{name}.weight"].T).unflatten(-1, (-1, config.head_dim)).transpose(0, 1)
 
     def rotated(x: Tensor, first: int) -> Tensor:
-        """Turn the pairs (i, i + dim / 2) of (heads, positions, dim) by the angle of their position."""
+        """Rotate the pairs (i, i + dim / 2) of (heads, positions, dim) by the angle of their position."""
         half = config.head_dim // 2
         if config.rope_scaling:
             rope = {**config.rope_scaling, "rope_theta": config.rope_theta}
@@ -124,7 +123,7 @@ def block_states(draft: DSparkDraft, target: CausalLM, text: Sequence[int]) -> T
 
 
 def bias_after(draft: DSparkDraft, hidden: Tensor, newest: int, path: Sequence[int]) -> Tensor:
-    """Return the bias after a drafted path, (outputs,), from the block's states: slot by slot, by its definition."""
+    """Return the bias after a drafted path, (outputs,), from the block's states, slot by slot as it is defined."""
     weights = {name.removeprefix("markov."): weight for name, weight in draft.named_parameters()}
     memory, factor = torch.zeros(draft.config.markov_rank), torch.zeros(0)
     tokens = [newest, *path] if draft.config.sample_from_anchor else [newest, newest, *path]
@@ -142,7 +141,7 @@ def bias_after(draft: DSparkDraft, hidden: Tensor, newest: int, path: Sequence[i
 
 
 def logits_after(draft: DSparkDraft, target: CausalLM, text: Sequence[int], path: Sequence[int]) -> Tensor:
-    """Return the draft's logits after a text and a drafted path, (vocab,), its bias by the last token included."""
+    """Return the draft's logits after a text and a drafted path, (vocab,), including the bias after the last token."""
     logits = block_logits(draft, target, text)[len(path)]
     if draft.markov is not None:
         logits = logits + bias_after(draft, block_states(draft, target, text), text[-1], path)

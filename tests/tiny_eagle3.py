@@ -1,4 +1,4 @@
-"""Random EAGLE-3 drafts for tiny targets, and the readable forward that sessions are compared with."""
+"""Random EAGLE-3 drafts for tiny targets, and the readable forward pass with which sessions are compared."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,10 @@ from decoding.model.eagle3_draft import Eagle3Draft
 def tiny_eagle3(
     target: CausalLM, writes: Sequence[int] | None = None, spread: float = 0.3, seed: int = 1, **changes: Any
 ) -> Eagle3Draft:
-    """Make a draft over all taps, with grouped keys; weights ``spread`` wide. ``writes``: None for all tokens."""
+    """Make a draft over all taps, with grouped keys; weights have the standard deviation ``spread``.
+
+    ``writes``: the tokens of its lm_head; None means all.
+    """
     sizes: dict[str, Any] = {
         "hidden_size": target.hidden_size,
         "intermediate_size": 24,
@@ -38,8 +41,8 @@ def tiny_eagle3(
 def logits_after(draft: Eagle3Draft, target: CausalLM, text: Sequence[int], path: Sequence[int] = ()) -> Tensor:
     """Return the draft's logits after a text and a drafted path, (vocab,): slot by slot, without a cache.
 
-    Each slot is the pair of a token's embedding and a state: the target's states before the token for the tokens of
-    the text, the draft's own state of the slot before for the drafted ones.
+    Each slot is a pair of a token's embedding and a state. For tokens of the text these are the target's states before
+    the token; for drafted tokens it is the draft's own state of the previous slot.
     """
     config, weights = draft.config, dict(draft.named_parameters())
 
@@ -50,7 +53,7 @@ def logits_after(draft: Eagle3Draft, target: CausalLM, text: Sequence[int], path
         return weights[f"{name}.weight"] @ x
 
     def rotated(x: Tensor, position: int) -> Tensor:
-        """Turn the pairs (i, i + dim / 2) of (heads, dim) by the angle of the position."""
+        """Rotate the pairs (i, i + dim / 2) of (heads, dim) by the angle of the position."""
         half = config.head_dim // 2
         angles = position * config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)
         a, b = x[:, :half], x[:, half:]

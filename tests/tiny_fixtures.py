@@ -1,4 +1,4 @@
-"""Fixtures of every test: shapes enforced in the pure modules, a fixed seed, one thread, and tiny random models."""
+"""Fixtures for all tests: shape checks in the pure modules, a fixed seed, one thread, and tiny random models."""
 
 import sys
 
@@ -22,24 +22,24 @@ def fixed_seed() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def own_accelerator() -> None:
-    """Let accelerate forget the precision of another file's training in this process."""
+    """Make accelerate forget the precision of trainings by other files in this process."""
     if state := sys.modules.get("accelerate.state"):
         state.AcceleratorState._reset_state(True)
 
 
 @pytest.fixture(scope="session")
 def tiny_llama() -> CausalLM:
-    """A random Llama of two layers and 16 tokens."""
+    """Make a random Llama of two layers and 16 tokens."""
     return CausalLM(tiny_model("llama"))
 
 
 @pytest.fixture(scope="session")
 def tiny_draft() -> CausalLM:
-    """Another random Llama with the same vocabulary, which knows nothing of the first."""
+    """Make another random Llama with the same vocabulary, independent of the first."""
     return CausalLM(tiny_model("llama", seed=1))
 
 
 @pytest.fixture(scope="session")
 def counting() -> CausalLM:
-    """A Llama that counts: after token x, whatever came before, it writes x + 1 (mod 16)."""
+    """Make a Llama that counts: after token x, whatever came before, it writes x + 1 (mod 16)."""
     return CausalLM(counting_model())

@@ -1,4 +1,6 @@
-"""Random models that run a forward in under a millisecond, and plain greedy decoding without a cache as reference."""
+"""Random models whose forward pass takes under a millisecond,
+and as a reference plain greedy decoding without a cache.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,9 +39,9 @@ _SIZE: dict[str, Any] = {
     "max_position_embeddings": 96,
 }
 _COMMON: dict[str, Any] = {
-    # Large weights: logits far apart, so that no near-tie can turn over on the last bits, and far from uniform.
+    # Large weights make logits that are far from uniform and far apart, so rounding cannot decide near-ties.
     "initializer_range": 0.5,
-    # Tied embeddings make a random model repeat its last token for ever.
+    # Tied embeddings would make a random model repeat its last token forever.
     "tie_word_embeddings": False,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -69,16 +71,16 @@ FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
     "qwen3": _of(Qwen3Config, num_key_value_heads=1, head_dim=8),
     "gpt2": lambda **changes: GPT2Config(**{"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 96, **changes}),
     "gpt-neox": _of(GPTNeoXConfig),
-    # Two of four experts per token: which ones must not depend on the rows next to it.
+    # Two of four experts per token; the choice must not depend on other rows.
     "qwen3-moe": _of(Qwen3MoeConfig, num_key_value_heads=1, head_dim=8, **_EXPERTS),
-    # Softcapping, which only its eager attention does; the softcap is low enough to bend these large weights' scores.
+    # Soft capping, which only eager attention does; the cap is low enough to change the scores of these large weights.
     "gemma2": _of(Gemma2Config, **_GEMMA, attn_logit_softcapping=5.0),
-    # Rotary embeddings of its own for each type of layer.
+    # Separate rotary embeddings for each type of layer.
     "gemma3": _of(Gemma3TextConfig, **_GEMMA),
     "phi3": _of(Phi3Config, num_key_value_heads=1, sliding_window=WINDOW),
     # Learned positions, and an lm_head narrower than the model.
     "opt": _of(OPTConfig, ffn_dim=24, word_embed_proj_dim=12),
-    # One key for all heads, and an attention of its own, which `transformers` does not let anybody replace.
+    # One key for all heads, and a separate attention, which cannot be replaced in `transformers`.
     "falcon": _of(FalconConfig, ffn_hidden_size=24, multi_query=True, alibi=False),
     "olmo2": _of(Olmo2Config, num_key_value_heads=1),
     # Scales everything: embeddings, residuals, scores and logits.
@@ -90,10 +92,10 @@ ATTENTIONS.remove(("gemma2", "sdpa"))
 """Every family with every attention that it supports."""
 
 FEW_ATTENTIONS = [("llama", "sdpa"), ("gpt2", "eager"), ("gemma3", "sdpa"), ("qwen3-moe", "eager")]
-"""Four that stand for all in `make check`: plain; learned positions; masks and frequencies by layer type; experts."""
+"""Four that represent all in `make check`: plain; learned positions; masks and frequencies by layer type; experts."""
 FEW_FAMILIES = [family for family, _ in FEW_ATTENTIONS]
 
-# Seeds for families whose weights of seed 0 repeat one token for ever, or write the same text for every prompt.
+# Seeds for families that, with seed 0, repeat one token forever or write the same text for every prompt.
 _FIRST_SEED = {"qwen3-moe": 18, "gemma2": 20, "gemma3": 1, "phi3": 1, "falcon": 2, "olmo2": 21}
 
 
@@ -109,9 +111,8 @@ def tiny_model(
 
 
 def counting_model(vocab: int = 16) -> PreTrainedModel:
-    """Make a Llama whose next token is always its last plus one: its layers add nothing, its lm_head shifts by one.
-
-    Its last hidden state is 4 at the index of the last token and 0 elsewhere (a one-hot, normalised to rms 1).
+    """Make a Llama whose next token is always the last token plus one: its layers add nothing, and its lm_head shifts
+    by one. The last hidden state is 4 at the index of the last token and 0 elsewhere (a one-hot, normalised to rms 1).
     """
     model = tiny_model("llama", vocab=vocab, hidden_size=vocab)
     with torch.no_grad():
@@ -133,7 +134,7 @@ def full_forward(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
 
 
 def naive_greedy(model: PreTrainedModel, prompt: Sequence[int], count: int, penalty: float = 1.0) -> tuple[int, ...]:
-    """Decode ``count`` tokens by argmax; each of them takes a forward pass over the whole text."""
+    """Decode ``count`` tokens by argmax, each with a forward pass over the whole text."""
     text = list(prompt)
     for _ in range(count):
         logits = full_forward(model, text)[-1].clone()
@@ -145,7 +146,7 @@ def naive_greedy(model: PreTrainedModel, prompt: Sequence[int], count: int, pena
 
 @contextmanager
 def positions_run(model: PreTrainedModel) -> Iterator[list[int]]:
-    """Yield a list that grows by the number of positions of every forward pass of the model."""
+    """Yield a list to which every forward pass of the model appends its number of positions."""
     run: list[int] = []
     handle = model.get_input_embeddings().register_forward_pre_hook(lambda module, args: run.append(args[0].shape[1]))
     try:

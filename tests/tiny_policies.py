@@ -1,4 +1,4 @@
-"""Policies in miniature: a target and a draft of 16 tokens, eight examples with prompts, and the source of both."""
+"""Tiny policies: a target and a draft with 16 tokens, eight examples with prompts, and the source of batches."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ from trainer.recipe.draft import PolicySection
 
 PROMPTS = [(4, 5, 6), (7,), (8, 9), (10, 11, 12, 13), (5, 4), (6, 6, 6), (14, 15), (9, 8, 7, 6, 5)]
 DATA = [Example((*prompt, 4, 5, 1), (False,) * len(prompt) + (True,) * 3, len(prompt)) for prompt in PROMPTS]
-"""Eight prompts, all with the answer 4 5 1; 1 is the token that ends a text."""
+"""Eight prompts, all with the answer 4 5 1, where 1 ends a text."""
 
 
 def target() -> CausalLM:
@@ -41,7 +41,7 @@ def writer_of(policy: PolicySection, num_draft_tokens: int = 3, ends: tuple[int,
 
 
 def orders_of(kind: AnswerSource, count: int = len(PROMPTS)) -> list[Order]:
-    """An order for each prompt, in one step."""
+    """Return an order for each prompt, in one step."""
     return [Order(0, position, position, kind, PROMPTS[position]) for position in range(count)]
 
 

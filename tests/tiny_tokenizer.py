@@ -1,4 +1,4 @@
-"""Tokenizers without training: one token per byte of ASCII, and the two kinds that most models have."""
+"""Tokenizers that need no training: one token per ASCII byte, and the two kinds that most models have."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ TOOL_TEMPLATE = (
     "{% else %}{{ m.content }};{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-"""Writes tools, reasoning and tool calls, as thinking families' templates do."""
+"""A template that writes tools, reasoning and tool calls, as in families with thinking."""
 
 
 def byte_tokenizer(chat_template: str | None = None, size: int = 128, shift: int = 0) -> PreTrainedTokenizerFast:
-    """Ids are ASCII codes, ``shift`` added; 0 is ``<|end|>``, the EOS."""
+    """Make a tokenizer whose ids are ASCII codes plus ``shift``; 0 is ``<|end|>``, the EOS."""
     codes = {"<|end|>": 0} | {chr(code): code for code in range(1, size)}
     vocabulary = {token: (code + shift) % size for token, code in codes.items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -29,7 +29,7 @@ def byte_tokenizer(chat_template: str | None = None, size: int = 128, shift: int
 
 
 def byte_level(first: Any = None, **model: Any) -> PreTrainedTokenizerFast:
-    """260 tokens: an end, the 256 bytes, and ``h e``, ``l l`` and ``he ll`` merged."""
+    """Make a tokenizer of 260 tokens: an end token, the 256 bytes, and the merges ``h e``, ``l l`` and ``he ll``."""
     tokens = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll", "hell"]
     merges = [("h", "e"), ("l", "l"), ("he", "ll")]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges, **model))
@@ -40,7 +40,7 @@ def byte_level(first: Any = None, **model: Any) -> PreTrainedTokenizerFast:
 
 
 def sentencepiece_like(merges: list[tuple[str, str]], *more: str, letters: str = "abc") -> PreTrainedTokenizerFast:
-    """A BPE with byte fallback that writes a space as ▁ and begins each text with one."""
+    """Make a BPE with byte fallback that writes a space as ▁ and begins each text with a space."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *letters]
     tokens += list(dict.fromkeys(left + right for left, right in merges)) + list(more)
     vocabulary = {token: i for i, token in enumerate(tokens)}

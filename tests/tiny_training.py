@@ -1,4 +1,4 @@
-"""What training needs, in miniature: a tokenizer of 16 words, files of rows, a target on disk, a toy objective."""
+"""Tiny inputs of training: a tokenizer of 16 words, files of rows, a target on disk, and a toy objective."""
 
 import json
 import os
@@ -39,7 +39,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer(chat_template: str | None = None, words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
-    """One token per word, split at spaces."""
+    """Make a tokenizer with one token per word, split at spaces."""
     words_to_ids = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     words_to_ids.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words_to_ids, unk_token="<unk>", eos_token="<eos>")
@@ -53,12 +53,12 @@ def write_rows(path: Path, rows: Sequence[Any]) -> str:
 
 
 def counting_text(start: int, length: int) -> str:
-    """Words of consecutive tokens, round and round the twelve letters: 'c d e f'."""
+    """Return the words of consecutive tokens, which cycle through the twelve letters: 'c d e f'."""
     return " ".join(WORDS[4 + (start + i) % 12] for i in range(length))
 
 
 def write_target(folder: Path, **changes: Any) -> PreTrainedModel:
-    """A tiny Llama with its tokenizer, as a folder to load from."""
+    """Write a tiny Llama with its tokenizer into a folder."""
     model = tiny_model("llama", **changes)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
@@ -66,13 +66,13 @@ def write_target(folder: Path, **changes: Any) -> PreTrainedModel:
 
 
 def write_corpus(folder: Path, rows: int = 24, length: int = 20) -> tuple[str, str]:
-    """train.jsonl and heldout.jsonl of counting texts."""
+    """Write train.jsonl and heldout.jsonl with counting texts."""
     train_file = write_rows(folder / "train.jsonl", [{"text": counting_text(i, length)} for i in range(rows)])
     return train_file, write_rows(folder / "heldout.jsonl", [{"text": counting_text(7 * i, length)} for i in range(3)])
 
 
 def recipe_content(folder: Path, kind: str, **training: Any) -> dict[str, Any]:
-    """A recipe on the target and the corpus in ``folder``, as plain values; its run goes to ``folder``/run."""
+    """Return a recipe for the target and the corpus in ``folder``, as plain values; its output is ``folder``/run."""
     section = {"steps": 4, "batch_size": 8, "micro_batch_size": 8, "mixed_precision": "no", "learning_rate": 3e-3}
     content: dict[str, Any] = {
         "kind": kind,
@@ -90,7 +90,7 @@ def recipe_content(folder: Path, kind: str, **training: Any) -> dict[str, Any]:
 
 @contextmanager
 def cpu_accelerator(mixed_precision: str = "no") -> Iterator[Accelerator]:
-    """An accelerator of one CPU process; accelerate's singletons are as new before and after."""
+    """Make an accelerator of one CPU process; accelerate's singletons are reset before and after."""
     AcceleratorState._reset_state(True)
     try:
         yield Accelerator(cpu=True, mixed_precision=mixed_precision)
@@ -99,12 +99,12 @@ def cpu_accelerator(mixed_precision: str = "no") -> Iterator[Accelerator]:
 
 
 def medusa_on(target: CausalLM, section: HeadsSection, steps: int = 100) -> MedusaObjective:
-    """The Medusa-1 objective on a target that is run at every step."""
+    """Return the Medusa-1 objective on a target that runs at every step."""
     return MedusaObjective(OnlineTarget(target), section, steps, target.dtype)
 
 
 class _ToyModule(nn.Module):
-    """The next token from the last one alone, through dropout."""
+    """A module that predicts the next token only from the last one, through dropout."""
 
     def __init__(self, vocab: int, dropout: float) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class _ToyModule(nn.Module):
 
 
 class ToyObjective:
-    """A loss with dropout in it that a test can poison: it is multiplied by ``factor``."""
+    """An objective with dropout whose loss is multiplied by ``factor``, so that a test can make it infinite."""
 
     terms: tuple[str, ...] = ("next_token",)
     hit_name = "top1"
@@ -155,7 +155,7 @@ class ToyObjective:
 
 
 def toy_examples(count: int = 12, vocab: int = 16) -> list[Example]:
-    """Random sequences of 4 to 12 tokens with random masks that train at least the last token."""
+    """Make random sequences of 4 to 12 tokens with random masks that train at least the last token."""
     generator = torch.Generator().manual_seed(7)
     examples = []
     for index in range(count):
@@ -167,12 +167,12 @@ def toy_examples(count: int = 12, vocab: int = 16) -> list[Example]:
 
 
 def interrupt() -> None:
-    """Ask this process to stop, as a scheduler does."""
+    """Ask this process to stop, as a scheduler would."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Recorder:
-    """Hooks that note every step's figures, and do at a step what a test wants done."""
+    """Hooks that record the figures of every step, and run a test's function at a given step."""
 
     def __init__(self) -> None:
         self.figures: dict[int, dict[str, float]] = {}

@@ -1,4 +1,4 @@
-"""A target and its draft, really trained in seconds, on sentences of few words."""
+"""A target and its draft, trained within seconds on sentences with few words."""
 
 import io
 import json
@@ -30,7 +30,7 @@ _THINGS = ("apple", "book", "coin", "duck", "egg", "fan")
 
 
 def sentences(count: int, seed: int = 0) -> list[str]:
-    """Texts such as ``Ann has 12 apples. Bob has 3 coins. Ann gives Bob 12 apples.``"""
+    """Return texts such as ``Ann has 12 apples. Bob has 3 coins. Ann gives Bob 12 apples.``"""
     draw = random.Random(seed)
     texts = []
     for _ in range(count):
@@ -42,9 +42,9 @@ def sentences(count: int, seed: int = 0) -> list[str]:
 
 
 def bpe_tokenizer(texts: Sequence[str] = (), use_regex: bool = True) -> PreTrainedTokenizerFast:
-    """A byte-level BPE; token 0 is the end.
+    """Train a byte-level BPE on ``texts``, by default sentences.
 
-    Trained on ``texts``, by default sentences; without ``use_regex`` its tokens go beyond words.
+    Token 0 is the end token; without ``use_regex`` tokens cross the borders of words.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
@@ -58,7 +58,7 @@ def bpe_tokenizer(texts: Sequence[str] = (), use_regex: bool = True) -> PreTrain
 
 
 def train_pair(folder: Path, steps: int = 70, draft_steps: int = 6) -> tuple[Path, Path]:
-    """Train a target, and a draft of one of its layers; returns their folders."""
+    """Train a target, and a draft of one of its layers; return their folders."""
     for name, count in (("train", 400), ("heldout", 4)):
         lines = "".join(json.dumps({"text": text + END}) + "\n" for text in sentences(count, seed=count))
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
@@ -70,7 +70,7 @@ def train_pair(folder: Path, steps: int = 70, draft_steps: int = 6) -> tuple[Pat
 def train_dspark(
     folder: Path, target: Path, name: str, steps: int = 40, vocabulary: int | None = None, **section: Any
 ) -> Path:
-    """Train a DSpark draft of the target of `train_pair` in ``folder``, with these settings; returns its folder."""
+    """Train a DSpark draft of the target of `train_pair` in ``folder``, with these settings; return its folder."""
     section = {
         "layers": 1,
         "block_size": 4,
@@ -148,7 +148,7 @@ def fit_eagle3(
 
 
 def _trained_target(folder: Path, texts: Sequence[str], steps: int) -> Path:
-    """Train a Llama of three layers on batches of 16 texts; returns its folder."""
+    """Train a Llama of three layers on batches of 16 texts; return its folder."""
     torch.manual_seed(0)
     tokenizer = bpe_tokenizer()
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
@@ -174,7 +174,7 @@ def _trained_target(folder: Path, texts: Sequence[str], steps: int) -> Path:
 
 
 def _trained(folder: Path, kind: str, steps: int, **sections: Any) -> Path:
-    """Train one recipe; returns its final folder."""
+    """Train one recipe; return its final folder."""
     training = {"steps": steps, "batch_size": 16, "micro_batch_size": 16, "optimizer": "muon", "learning_rate": 2e-2}
     content = {
         "kind": kind,

@@ -1,8 +1,8 @@
-"""Two devices on a machine that has none: tensors of the CPU that say they lie elsewhere, and refuse to be mixed.
+"""Two simulated devices: CPU tensors that claim to be on other devices and cannot be mixed.
 
 A `Placed` tensor computes on the CPU, but its ``device`` is ``spread:0`` or ``spread:1``, and an operation on tensors
-of both is an error, with the liberties that CUDA takes: scalars of the CPU go with everything, and so do its indices.
-Works inside `two_devices` alone.
+of both is an error. As in CUDA, scalars and indices on the CPU can be combined with everything. This works only inside
+`two_devices`.
 """
 
 import sys
@@ -32,17 +32,17 @@ _INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_
 
 
 class MixedDevicesError(RuntimeError):
-    """One operation was given tensors of several devices, where CUDA would have refused."""
+    """One operation received tensors of several devices, which CUDA would have rejected."""
 
 
 class Placed(Tensor):
-    """A tensor of the CPU, ``held``, that says it lies on another device."""
+    """A CPU tensor, ``held``, that claims to be on another device."""
 
     held: Tensor
 
     @staticmethod
     def __new__(cls, held: Tensor, device: torch.device) -> "Placed":
-        with torch.inference_mode(False):  # a view of a tensor from outside may not be one from inside
+        with torch.inference_mode(False):  # a view of an outside tensor must not become a view of an inside tensor
             made: Placed = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 cls, held.size(), held.stride(), held.storage_offset(), dtype=held.dtype, device=device
             )
@@ -61,7 +61,9 @@ class Placed(Tensor):
 
 
 class _Literals(TorchFunctionMode):
-    """Numbers of Python's own go round the dispatcher: those of `torch.tensor` are moved afterwards, indices stay."""
+    """Numbers of Python bypass the dispatcher: results of `torch.tensor` are moved afterwards, and indices stay on the
+    CPU.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -80,14 +82,14 @@ class _Devices(TorchDispatchMode):
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The operation on the CPU, its results on the device of what it was given, or on the one that it names."""
+    """Run an operation on the CPU; its results are on the device of its inputs, or on the device that it names."""
     name = func._schema.name
     named = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.device)]
     device = named[0] if named else _common_device(str(func), args, kwargs, name in _INDEXED, name in _COPIES)
     held_args, held_kwargs = tree_map(_as_held, (args, kwargs))
     out = func(*held_args, **held_kwargs)
     first, held = (args[0], held_args[0]) if args else (None, None)
-    if out is held and isinstance(first, Tensor):  # in place, or moved to where it is
+    if out is held and isinstance(first, Tensor):  # in place, or moved to the same device
         if not named or first.device == device:
             return first
         out = out.clone()
@@ -97,7 +99,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _as_held(value: Any) -> Any:
-    """What stands for an argument on the CPU."""
+    """Return the CPU tensor that represents an argument."""
     if isinstance(value, Placed):
         return value.held
     return torch.device("cpu") if isinstance(value, torch.device) else value
@@ -106,13 +108,13 @@ def _as_held(value: Any) -> Any:
 def _common_device(
     name: str, args: Any, kwargs: dict[str, Any], is_indexed: bool, is_copy: bool
 ) -> torch.device | None:
-    """Where all the tensors lie: `MixedDevicesError` if there is no such place."""
+    """Return the device of all tensors; raise `MixedDevicesError` if they are on several."""
     if is_copy:
         place: torch.device = args[0].device
         return place
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
     indices = tensors[1:] if is_indexed else []
-    # Scalars of the CPU go with everything, and so do its indices.
+    # CPU scalars and CPU indices can be combined with everything.
     free = [t.device.type == "cpu" and (t.dim() == 0 or any(t is index for index in indices)) for t in tensors]
     found = {t.device for t, is_free in zip(tensors, free, strict=True) if not is_free}
     if len(found) > 1:
@@ -122,7 +124,7 @@ def _common_device(
 
 
 class _NoAccelerator(_DummyPrivateUse1Hook):
-    """The devices are there by name alone: nobody who looks for an accelerator in this process is to find one."""
+    """Hides accelerators: the devices exist only by name, and code that looks for an accelerator must not find one."""
 
     def is_available(self) -> bool:
         return False
@@ -146,14 +148,14 @@ def _register() -> None:
 
 @contextmanager
 def two_devices() -> Iterator[tuple[torch.device, torch.device]]:
-    """``spread:0`` and ``spread:1``, for as long as this lasts."""
+    """Provide ``spread:0`` and ``spread:1`` inside the context."""
     _register()
     with _Devices(), _Literals():
         yield torch.device(NAME, 0), torch.device(NAME, 1)
 
 
 def moved(module: nn.Module, device: torch.device) -> nn.Module:
-    """The module with all its weights on a device, as ``module.to(device)``."""
+    """Return the module with all its weights on a device, like ``module.to(device)``."""
     for child in module.modules():
         for name, parameter in child._parameters.items():
             if parameter is not None:
@@ -165,7 +167,9 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def spread(model: PreTrainedModel, devices: Sequence[torch.device]) -> PreTrainedModel:
-    """The model dispatched by accelerate, as over several GPUs: layers in turns, the last parts on the last device."""
+    """Return the model dispatched by accelerate as over several GPUs: layers in turns, and the last parts on the last
+    device.
+    """
     base: Any = model.base_model
     prefix = f"{model.base_model_prefix}."
     children = dict(base.named_children())
@@ -181,7 +185,7 @@ def spread(model: PreTrainedModel, devices: Sequence[torch.device]) -> PreTraine
 
 @contextmanager
 def counting() -> Iterator[Counter[str]]:
-    """Count from here on whatever waits."""
+    """Count everything that waits from now on."""
     found: Counter[str] = Counter()
     run, tolist = _run, Placed.tolist
 
@@ -191,7 +195,7 @@ def counting() -> Iterator[Counter[str]]:
         placed = any(isinstance(value, Placed) for value in given)
         leaves = placed and any(not isinstance(value, Placed) for value in tree_leaves(out) if value is not None)
         indices = [index for index in tree_leaves(args[1]) if isinstance(index, Tensor)] if name in _INDEXED else []
-        # A mask has as many places as it has ones; an index of the host comes over first.
+        # A mask selects as many places as it has ones; an index on the host is copied first.
         sized = name in {"aten::nonzero", "aten::masked_select"} or any(
             index.dtype == torch.bool or (index.dim() and not isinstance(index, Placed)) for index in indices
         )
@@ -209,7 +213,9 @@ def counting() -> Iterator[Counter[str]]:
 
 
 def in_masks() -> bool:
-    """True inside of transformers' making of a mask, which looks whether the positions are those of packed texts."""
+    """Return True inside transformers' creation of a mask, which checks whether the positions are those of packed
+    texts.
+    """
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Targets on disk whose texts are known: the alphabet, again and again, whatever they are asked."""
+"""Targets on disk whose texts are known: they write the alphabet again and again, whatever the prompt."""
 
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,13 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 AFTER = {ord("z"): ord("\n"), ord("\n"): 0x1B}
-"""Tokens written after others than letters; ``a`` follows every other one."""
+"""Tokens that follow tokens other than letters; ``a`` follows all remaining tokens."""
 LINE = "abcdefghijklmnopqrstuvwxyz\n"
-"""Text without the escape character that follows each line end."""
+"""A line of the text, without the escape character that follows each line end."""
 
 
 def write_alphabet(folder: Path, template: str | None = TEMPLATE, positions: int = 1 << 16) -> Path:
-    """Save a target that writes the letters, a line end, an escape character, and begins again; it never ends."""
+    """Save a target that writes the letters, a line end and an escape character, again and again without an end."""
     model = counting_model(vocab=128)
     model.config.max_position_embeddings = positions
     lm_head: Any = model.get_output_embeddings()

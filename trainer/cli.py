@@ -15,7 +15,7 @@ from trainer.terminal.console import waiting
 from trainer.terminal.exit_codes import ExitCode, exit_code_line
 
 app = typer.Typer(
-    help="Make a large language model decode faster without changing what it says.",
+    help="Make a language model decode faster without changing what it says.",
     epilog=f"Exit codes: {exit_code_line()}.",
     cls=Group,
     pretty_exceptions_enable=False,
@@ -220,7 +220,7 @@ def compare(options: option_sets.CompareOptions) -> None:
     "headstart verify --target ORG/NAME --endpoint http://localhost:8000/v1 \\\n  --model NAME --prompts test.jsonl",
 )
 def verify(options: check_options.VerifyOptions) -> bool:
-    """Prove that decoding is lossless, here or on a server. Exit code 0: PASS, 1: FAIL."""
+    """Test whether decoding is lossless, here or on a server. Exit code 0: PASS, 1: FAIL."""
     from trainer.commands.verify import run_verify
 
     return run_verify(options)

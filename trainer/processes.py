@@ -3,7 +3,7 @@
 accelerate silently replaces some combinations of launcher and devices by others; we reject such combinations.
 
 Every process calls `agreed`, `on_first` and similar functions in the same order; calls may be nested. The error of one
-process reaches the others at their next such call, and no process waits for one that has stopped.
+process reaches the others at their next such call, and no process waits for a process that has stopped.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ from decoding.errors import UserError
 from trainer.terminal.console import say, standard_error
 
 TIMEOUT = timedelta(minutes=30)
-"""If a process gives no sign for this time, the others stop waiting for it."""
+"""If a process sends nothing for this time, the others stop waiting for it."""
 _SIGN_EVERY = 60.0  # seconds
 _AGREED = "every process has this error, or an error that names it"
 
@@ -221,15 +221,16 @@ def zero_stage(accelerator: Accelerator) -> int:
 def _meet_apart_from_the_dead() -> None:
     """Choose a new meeting port for processes that torchrun has restarted.
 
-    Otherwise they would reuse the store of the previous attempt and wait for the dead processes in it
-    (pytorch/pytorch#135712). Raises UserError for several machines: their attempt counts may differ.
+    Otherwise the processes would reuse the store of the previous attempt and wait for dead processes that the store
+    still lists (pytorch/pytorch#135712). Raises UserError for several machines, because their attempt counts may
+    differ.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or torch.distributed.is_initialized():
         return
     if int(os.environ["GROUP_WORLD_SIZE"]) > 1 and int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) > 0:
         raise UserError(
             f"torchrun cannot restart processes on {os.environ['GROUP_WORLD_SIZE']} machines this way. "
-            "Start it on each with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d"
+            "Start it on each machine with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d"
         )
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     if attempt == "0":

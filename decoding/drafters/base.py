@@ -20,13 +20,13 @@ from decoding.rules.tree import Proposal, ProposalKind, TokenTree
 class DraftRequest:
     """A request for the tree of one row, with its bounds.
 
-    ``tokens`` is the whole text with its prompt; its last token is the tree's root. ``hidden`` is the input of the
-    target's lm_head from which that token was written. ``max_depth`` limits the drafted tokens on a path; it is 0 if
-    the row has no room left. ``max_nodes`` includes the root.
+    ``tokens`` is the whole text including the prompt; the last token is the root of the tree. ``hidden`` is the input
+    of the target's lm_head from which that token was written. ``max_depth`` limits the drafted tokens on a path; it is
+    0 if the row has no room left. ``max_nodes`` includes the root.
 
-    ``states`` is for drafters with `Drafter.taps`: the target's states after these layers, concatenated, at all tokens
-    since the row's last request, including the prompt. The newest token has no states, because the target has not run
-    it yet.
+    ``states`` is for drafters with `Drafter.taps`: the target's states after these layers, concatenated, for all tokens
+    since the last request of this row, including the prompt. The newest token has no states, because the target has not
+    run it yet.
 
     Between two requests a row's text only grows.
     """
@@ -49,7 +49,8 @@ class TextStart:
 class TextRows:
     """The random source and the history of the text in each row; all rows have the same sampling controls.
 
-    ``vocab_size`` is the target's. ``device`` is the device on which the controls are applied to logits.
+    ``vocab_size`` is the size of the target's vocabulary. ``device`` is the device on which the controls are applied to
+    logits.
     """
 
     def __init__(self, sampling: SamplingConfig, vocab_size: int, device: torch.device) -> None:
@@ -75,7 +76,10 @@ class TextRows:
 
 
 class DraftSession(Protocol):
-    """A drafter's work on one batch. The session has all state of the generation; drafter and model have none."""
+    """A drafter's work on one batch.
+
+    The session has all state of the generation; the drafter and its model keep nothing.
+    """
 
     def admit(self, row: int, start: TextStart) -> None:
         """Begin a new text in row ``row``, and forget the row's last text."""
@@ -86,12 +90,15 @@ class DraftSession(Protocol):
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Draft a tree for each of the rows 0, 1, ….
 
-        A session follows the texts by itself: between two calls a row grows by accepted tokens and by tokens of the
-        target, even in steps that do not call the session.
+        A session must notice new tokens by itself: between two calls a row grows by accepted tokens and by tokens of
+        the target, even in steps that do not call the session.
         """
 
     def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
-        """Learn from the target's logits at every node of the last trees, (nodes, vocab) for each row; few do."""
+        """Learn from the target's logits at every node of the last trees, (nodes, vocab) for each row.
+
+        Most sessions ignore them.
+        """
         return
 
 
@@ -119,13 +126,13 @@ class RowsSession(DraftSession):
 
 
 class Drafter(ABC):
-    """A way of drafting, which opens sessions. Its models and settings never change."""
+    """A way of drafting, which opens sessions. The drafter's models and settings never change."""
 
     name: str
     artefact: str | None = None
     """Kind of the trained artefact used for drafting: "heads", "draft", or None."""
     rough_cost: float = 0.1
-    """Rough cost of the largest draft, in target passes; used for decisions that must not read the clock."""
+    """Rough cost of the largest draft, in units of a target pass; used for decisions that must not read the clock."""
 
     max_positions: int | None = None
     """Longest text that the drafter supports, in tokens; None if its models set no limit."""
@@ -158,7 +165,7 @@ class Drafter(ABC):
 
     @property
     def chains(self) -> tuple[Budget, ...]:
-        """The budgets that allow only chains, for targets that cannot run trees."""
+        """The budgets for targets that cannot run trees; each of them has only room for a chain."""
         return self.budgets if self.chains_only else ()
 
     def budgets_on(self, target: CausalLM) -> tuple[Budget, ...]:
@@ -205,7 +212,7 @@ class TextDrafter(Drafter):
 
 
 class _TextByText(DraftSession):
-    """A session of a batch that calls one text session per row in turn."""
+    """A session of a batch that calls one text session for each row, one after the other."""
 
     def __init__(self, drafter: TextDrafter, target: CausalLM, sampling: SamplingConfig, max_length: int) -> None:
         self._drafter, self._target, self._sampling, self._max_length = drafter, target, sampling, max_length

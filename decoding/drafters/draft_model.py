@@ -15,7 +15,7 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import Proposal, TokenTree, TreeShape
 
 _FEW = 8
-"""Most new tokens of a text that run in the same pass as a chain after it."""
+"""If a text has more new tokens than this, they run in a separate pass before the chain."""
 
 
 def check_draft(draft: CausalLM, target: CausalLM, max_length: int) -> None:
@@ -40,15 +40,16 @@ def shared_tokens(draft: CausalLM, target: CausalLM) -> int:
 
 
 class DraftState:
-    """Cache of a draft on a batch, with the `TextRows` of its rows.
+    """Cache of a draft model for the texts of a batch, and the `TextRows` of the batch.
 
-    Between two steps the cache contains each row's text, followed by those nodes of its last tree that were run.
+    Between two steps the cache contains the text of each row, followed by those nodes of the row's last tree that were
+    run.
     """
 
     def __init__(
         self, draft: CausalLM, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int, max_nodes: int
     ) -> None:
-        """``max_nodes``: most nodes of a tree that the cache keeps after a text."""
+        """``max_nodes``: the largest number of nodes of a tree that the cache keeps after a text."""
         check_draft(draft, target, max_length)
         self.draft = draft
         self._vocab_size = target.vocab_size
@@ -76,14 +77,14 @@ class DraftState:
             self._run_trees[to] = self._run_trees.pop(row)
 
     def catch_up(self, texts: Sequence[Sequence[int]]) -> Float[Tensor, "rows vocab"]:
-        """Run the new tokens of each text; return the logits after its last one, over the target's vocabulary."""
+        """Run the new tokens of each text; return the logits after the last token, over the target's vocabulary."""
         return self.over_target_vocabulary(self.draft.append(self._lacking(texts), self.cache).logits)
 
     def verify(self, texts: Sequence[Sequence[int]], chains: Sequence[TokenTree]) -> list[Float[Tensor, "nodes vocab"]]:
         """Run the new tokens of each text and the chain drafted after it, in one pass; return the logits at its nodes.
 
-        Texts that grew by many tokens since the last call take one more pass, because logits are computed at all nodes
-        here.
+        Texts that grew by many tokens since the last call take one more pass, because this pass computes logits at all
+        nodes.
         """
         blocks = self._lacking(texts)
         if max(map(len, blocks)) > _FEW:
@@ -108,7 +109,9 @@ class DraftState:
             self._committed[row] = length
 
     def _lacking(self, texts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return the tokens of each text that the cache lacks, which the caller runs; fresh prompts run here."""
+        """Return the tokens of each text that are not in the cache, for the caller to run; the prompts of new rows run
+        here.
+        """
         self.cache.check(self._lease)
         for row, text in enumerate(texts):
             self._keep_accepted(row, text)
@@ -213,7 +216,7 @@ class DraftModelSession(StateSession):
         def after(depth: int, rows: Tensor, tokens: Tensor) -> ChildLogits:
             if depth == 0:
                 return ChildLogits(root, rows)
-            every = tokens.new_zeros(len(requests))  # ended chains run a dummy token
+            every = tokens.new_zeros(len(requests))  # a chain that has ended runs a dummy token
             every[rows] = tokens
             return ChildLogits(self._state.step(every), rows)
 

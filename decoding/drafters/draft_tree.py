@@ -1,4 +1,4 @@
-"""A draft model with a tree that grows at its likeliest nodes in each step (EAGLE-2, 2406.16858, section 4)."""
+"""A draft model that drafts a new tree in each step, grown at its likeliest nodes (EAGLE-2, 2406.16858, section 4)."""
 
 import heapq
 import math
@@ -23,8 +23,8 @@ class DraftTreeDrafter(Drafter):
 
     A node's score is the draft's probability of its whole path. Each pass runs the best ``width`` nodes of a level, and
     each of these nodes gets its best ``width`` tokens as children. The best children of all levels form the tree. The
-    tree is a function of the text, so proposals are deterministic at any temperature; above 0 the probabilities are
-    taken after every sampling control.
+    tree depends only on the text, so proposals are deterministic at any temperature. Above temperature 0 the
+    probabilities are taken after every sampling control.
     """
 
     name = "draft tree"
@@ -118,13 +118,13 @@ class _Beam:
         self._tokens, self._parents, self._scores = [request.tokens[-1]], [-1], [0.0]
         self._depth = 0
         self.run = [0]
-        """Nodes that ran or run now, in the order of their keys in the draft's cache."""
+        """Nodes that have run or run in this pass, in the order of their keys in the draft's cache."""
         self.level = [0] if self._bounds.depth > 0 else []
-        """Nodes that run now, the last ones of ``run``."""
+        """Nodes that run in this pass; they are at the end of ``run``."""
 
     @property
     def ran(self) -> int:
-        """Number of nodes of the run tree that are already in the cache."""
+        """Number of nodes in ``run`` whose keys are already in the cache."""
         return len(self.run) - len(self.level)
 
     def grow(self, children: Sequence[Sequence[tuple[int, float]]]) -> None:
@@ -146,7 +146,7 @@ class _Beam:
         return heapq.nlargest(self._bounds.nodes - 1, range(1, len(self._tokens)), key=self._scores.__getitem__)
 
     def run_tree(self) -> TokenTree:
-        """Return the tree of the nodes that ran or run now."""
+        """Return the tree of the nodes in ``run``."""
         return self._tree_of(self.run)
 
     def best_tree(self, device: torch.device) -> TokenTree:

@@ -14,17 +14,16 @@ from decoding.model.dspark_draft import DSparkDraft, PairedDSpark
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import Proposal
 
-_TOGETHER = 1024  # most tokens for which several texts' states are concatenated for one product
+_TOGETHER = 1024  # up to this many tokens, the states of several texts are concatenated for one product
 
 
 class DSparkDrafter(GrownDrafter):
     """Drafter of a chain or a tree with a DSpark draft.
 
-    ``tree``: paths of ranks among the best tokens after each node. ``tokens``: the length of a chain. Without either it
-    drafts the tree in the draft's config, or a chain of all K tokens.
-
+    ``tree`` lists the nodes as paths: rank r means the r-th best token (from 0) after the node above. ``tokens`` is the
+    length of a chain. Without either, the tree in the draft's config is drafted, or a chain of all K tokens.
     ``sampled``: above temperature 0 each token is drawn from q given the token before it, and siblings are drawn
-    without replacement. False takes the likeliest tokens, as at temperature 0.
+    without replacement. If it is False, the likeliest tokens are taken, as at temperature 0.
     """
 
     name = "dspark"
@@ -70,7 +69,7 @@ class DSparkDrafter(GrownDrafter):
 class TextKeys:
     """Keys and values of the texts of a batch, and of the block after each text: (layers, rows, key heads, room, dim).
 
-    Text keys come from the target's states at committed tokens, so only whole blocks are ever dropped.
+    Keys of a text come from the target's states at committed tokens, so they are never dropped; only whole blocks are.
     """
 
     def __init__(self, draft: DSparkDraft, rows: int, longest: int) -> None:

@@ -21,17 +21,16 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import Proposal, TokenTree, TreeShape
 
 _FEW = 16
-"""Most new slots of a text that run together with other texts' new slots, padded to the same number."""
+"""Texts with at most this many new slots run together, padded to the same number of slots."""
 
 
 class Eagle3Drafter(GrownDrafter):
     """Drafter of a chain or a tree with an EAGLE-3 draft.
 
-    ``tree``: paths of ranks among the best tokens after each node. ``tokens``: the length of a chain. Without either it
-    drafts a chain of 4.
-
-    ``sampled``: above temperature 0 each token is drawn from q after its path, and siblings are drawn without
-    replacement. False takes the likeliest tokens, as at temperature 0.
+    ``tree`` lists the nodes as paths: rank r means the r-th best token (from 0) after the node above. ``tokens`` is the
+    length of a chain. Without either, a chain of 4 is drafted. ``sampled``: above temperature 0 each token is drawn
+    from q given the path to it, and siblings are drawn without replacement. If it is False, the likeliest tokens are
+    taken, as at temperature 0.
     """
 
     name = "eagle3"
@@ -87,7 +86,9 @@ class _Level(NamedTuple):
     """Each node's number in its tree; padding has a number that no tree has."""
     parents: Int[Tensor, "rows width"]
     visible: Bool[Tensor, "rows width drafted"]
-    """The drafted slots to which each node attends, by node number from 1: its own and its ancestors'."""
+    """The drafted slots to which each node attends, by node number from 1: the slots of the node itself and of its
+    ancestors.
+    """
     flat: Int[Tensor, " some"]
     """Indices of the nodes among rows x width, without padding, row by row."""
     sees_all: bool
@@ -95,7 +96,7 @@ class _Level(NamedTuple):
 
 
 def _level(shapes: Sequence[TreeShape], first: Sequence[int], device: torch.device) -> _Level:
-    """Describe the level of the nodes from ``first[row]`` on, the last ones of each tree."""
+    """Describe the level that consists of each tree's nodes from ``first[row]`` to the end."""
     counts = [len(shape) - begin for shape, begin in zip(shapes, first, strict=True)]
     width = max(counts)
     last = max(map(len, shapes)) - (min(counts) == width)  # one more number for padding, if there is any
@@ -124,14 +125,14 @@ def _static_level(cuts: tuple[Cut, ...], depth: int, device: torch.device) -> _L
 class Eagle3State:
     """Keys, values and states of a draft on a batch, with the `TextRows` of its rows.
 
-    A row's text of n tokens has n - 1 slots. The slots of drafted nodes come after them, made from the draft's own
-    states; the slots of accepted tokens, made from the target's states, are written over them.
+    A text of n tokens has n - 1 slots, followed by the slots of drafted nodes, which are made from the draft's own
+    states. When drafted tokens are accepted, slots made from the target's states overwrite these.
     """
 
     def __init__(
         self, draft: Eagle3Draft, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int, max_nodes: int
     ) -> None:
-        """``max_nodes``: most nodes of a tree that run, with the root."""
+        """``max_nodes``: the largest number of nodes of a tree that run, including the root."""
         draft.config.for_target(target)
         self.draft, self._target = draft, target
         self.rows = TextRows(sampling, target.vocab_size, target.device)
@@ -141,10 +142,10 @@ class Eagle3State:
         self._held_at = torch.zeros(rows, shape[2], dtype=torch.long, device=weight.device)
         """Positions of the slots whose keys are kept, for drafts with a window."""
         self._states = weight.new_zeros(rows, max_nodes + 1, config.hidden_size)
-        """States of each row's nodes that ran. The root has the state of the text's last slot, or zeros if there is no
-        slot."""
+        """States of the nodes that have run, for each row. The root has the state of the text's last slot, or zeros if
+        there is no slot."""
         self._lengths = [0] * rows
-        """Slots of each row's text."""
+        """Number of slots of each row's text."""
         self._unread: dict[int, list[Tensor]] = {}
         """For each row, the target's states at the tokens that the draft has not read yet."""
 
@@ -175,7 +176,7 @@ class Eagle3State:
                 self._unread[row].append(request.states.to(self.draft.fc.weight))
 
     def read(self, texts: Sequence[Sequence[int]]) -> Float[Tensor, "rows outputs"]:
-        """Run the new slots of each text; return the logits after its last token, over the draft's outputs."""
+        """Run the new slots of each text; return the logits after the text's last token, over the draft's outputs."""
         empty = self.draft.fc.weight.new_zeros(0, self.draft.fc.in_features)
         unread = [self._unread[row] or [empty] for row in range(len(texts))]
         states = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in unread]
@@ -304,7 +305,7 @@ class Eagle3TreeSession(DraftTreeSession):
     """A session of a best-first tree with a draft that also reads the target's states."""
 
     def __init__(self, drafter: Eagle3TreeDrafter, state: Eagle3State, sampling: SamplingConfig) -> None:
-        super().__init__(drafter, state, sampling)  # type: ignore[arg-type]  # it has what the session calls
+        super().__init__(drafter, state, sampling)  # type: ignore[arg-type]  # the state has the methods that the session calls
         self._eagle3 = state
 
     @torch.inference_mode()

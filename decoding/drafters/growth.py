@@ -1,4 +1,4 @@
-"""Growth of trees of a fixed shape, depth by depth: each node has its own distribution of children."""
+"""Growth of trees of a fixed shape, depth by depth, in which each node has a separate distribution of children."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -30,7 +30,7 @@ class ChildLogits(NamedTuple):
     row: Int[Tensor, " nodes"]
     """Each node's row in ``logits``."""
     tokens: Int[Tensor, " outputs"] | None = None
-    """The token of each output, in increasing order; None if the outputs are the target's vocabulary."""
+    """The token that each output stands for, in increasing order; None if the outputs are the target's vocabulary."""
 
     def to(self, device: torch.device) -> "ChildLogits":
         tokens = None if self.tokens is None else self.tokens.to(device)
@@ -42,11 +42,12 @@ class ChildLogits(NamedTuple):
 
 
 NodeLogits = Callable[[int, Int[Tensor, " nodes"], Int[Tensor, " nodes"]], ChildLogits]
-"""Function from nodes of one depth (0: the root), given as rows of the batch and tokens, to their children's logits."""
+"""Function that returns the logits of the children of nodes at one depth (0: the root). Each node is given by its row
+in the batch and its token."""
 
 
 class StaticTree:
-    """A tree of ranks and its cuts: to a depth, and to the nodes whose paths use only the best ``width`` ranks.
+    """A tree of ranks that can be cut to a depth, and to the nodes whose paths use only the best ``width`` ranks.
 
     A cut never depends on the drafted tokens.
     """
@@ -84,14 +85,15 @@ class StaticTree:
     def _sizes(self) -> tuple[Budget, ...]:
         """List the budgets.
 
-        Every depth has one with all ranks and one with rank 0; the full depth also has 2, 4, ... ranks.
+        Every depth has a budget with all ranks and one with only rank 0; the full depth also has budgets with 2, 4, ...
+        ranks.
         """
         widths = [1]
         while 2 * widths[-1] < self.ranks:
             widths.append(2 * widths[-1])
         cuts = [self._nodes(depth, width) for depth in range(1, self.max_depth + 1) for width in (1, self.ranks)]
         cuts += [self._nodes(self.max_depth, width) for width in widths]
-        # Sorted by size: a deeper draft costs one more head, a larger one a wider target pass.
+        # Sorted by size: a deeper draft costs one more head, and a larger draft costs a wider target pass.
         sizes = {(len(nodes), max(self._shape.depths[node] for node in nodes)) for nodes in cuts}
         return tuple(Budget(depth, nodes) for nodes, depth in sorted(sizes) if nodes > 1)
 
@@ -109,8 +111,8 @@ class ConditionalLogits:
     """Logits computed for all depths together, with a bias that depends on the previous token: a `NodeLogits`.
 
     ``base[d]`` predicts the children of the nodes at depth d of every row. With ``bias`` None the logits do not depend
-    on drafted tokens. ``output_tokens``: the target's token of each output, in increasing order; None if output i is
-    token i. ``block``: what the bias multiplies; None means the embedding of the previous token.
+    on drafted tokens. ``output_tokens``: the target's token for each output, in increasing order; None if output i is
+    token i. ``block`` computes the factor that the bias multiplies; None means the embedding of the previous token.
     """
 
     def __init__(
@@ -138,11 +140,11 @@ class _Level(NamedTuple):
     parents: Int[Tensor, " parents"]
     children: Int[Tensor, " children"]
     choice: tuple[Int[Tensor, " children"], Int[Tensor, " children"]]
-    """Each child's parent, as an index in ``parents``, and its rank."""
+    """For each child the index of its parent in ``parents``, and the rank of the child."""
     child: Int[Tensor, "parents width"]
-    """On the host: the child of each rank of each parent, or node 0."""
+    """The child of each parent at each rank, or node 0 if there is none; on the host."""
     parents_by_row: tuple[tuple[int, ...], ...]
-    """The parents in each row's tree, by their numbers in that tree."""
+    """The parents in each row, by their numbers in the tree of that row."""
     q_rows: Int[Tensor, " parents"]
     """The parents' numbers among the nodes with children; these numbers also continue from tree to tree."""
 
@@ -187,12 +189,12 @@ class Growth:
 
     If the tree is drawn (``sampled``, above temperature 0), a node's children are drawn without replacement from q, the
     distribution after the node's path and every sampling control. If q has fewer tokens than the shape has children,
-    the other children and their subtrees are not drafted. A shape is cut to a request before anything is drawn, because
-    drafts would not be lossless if drawn tokens decided which nodes are kept. Each node takes one number from its row's
-    source, so rows do not affect one another.
+    the other children and their subtrees are not drafted. The shape is cut to the request before anything is drawn,
+    because decoding would not be lossless if drawn tokens decided which nodes are kept. Each node takes one number from
+    the source of its row, so rows do not affect one another.
 
-    If it is not drawn, a node's child of rank r is the r-th best token (from 0) after the path, with penalties and
-    processors applied.
+    If the tree is not drawn, a node's child of rank r is the r-th best token (from 0) after the path, with penalties
+    and processors applied.
     """
 
     def __init__(self, tree: StaticTree, sampled: bool) -> None:
@@ -201,16 +203,16 @@ class Growth:
         self._levels = lru_cache(maxsize=64)(_levels)
 
     def kind(self, sampling: SamplingConfig) -> ProposalKind:
-        """Return the kind of all its proposals under these controls."""
+        """Return the kind of all proposals under these controls."""
         if not self.sampled or sampling.greedy:
             return ProposalKind.DETERMINISTIC
         # The single children of a chain are the same with and without replacement.
         return ProposalKind.SAMPLED if self.tree.is_chain else ProposalKind.SAMPLED_WITHOUT_REPLACEMENT
 
     def propose(self, requests: Sequence[DraftRequest], nodes: NodeLogits, texts: TextRows) -> list[Proposal]:
-        """Draft with one call of ``nodes`` per depth, which covers the parents of all trees.
+        """Draft with one call of ``nodes`` per depth, for the parents of all trees together.
 
-        Waits for the device once if the tree is drawn and either branches or has processors. Controls that read the
+        If the tree is drawn, and has branches or processors, this waits for the device once. Controls that read the
         history cost one more transfer per depth.
         """
         sampling, device = texts.sampling, texts.device
@@ -232,7 +234,7 @@ class Growth:
         for depth, level in enumerate(self._levels(cuts, device)):
             known = tokens.clamp(max=texts.vocab_size - 1)  # a valid id for nodes without a draw; never read
             below = nodes(depth, level.rows, known[level.parents]).to(device)
-            if sampling.processors:  # they read the logits of all tokens
+            if sampling.processors:  # processors read the logits of all tokens
                 below = ChildLogits(over_vocabulary(below.logits, below.tokens, texts.vocab_size), below.row)
             history = None
             if sampling.needs_history:
@@ -262,7 +264,7 @@ class Growth:
         if not len(q):
             return [Proposal.root_only(request.tokens[-1], device) for request in requests]
         trees = [TokenTree(of_row, shape) for of_row, shape in zip(by_row, shapes, strict=True)]
-        if sampling.processors or not self.tree.is_chain:  # otherwise every token was drawn
+        if sampling.processors or not self.tree.is_chain:  # without either, every token was drawn
             lists = torch.split(tokens.cpu(), sizes)
             trees = [TokenTree.of_list(row.tolist(), shape, device) for row, shape in zip(lists, shapes, strict=True)]
         pairs = zip(trees, q.split(inner), strict=True)

@@ -1,8 +1,9 @@
 """Two drafters in one tree: branches of a cheap lookup are added to the tree of a model.
 
-At each step each text decides whether the model also drafts. It pauses when drafting would cost more than it gains: the
-lookup's match is long and therefore safe, or the model's drafts keep being rejected. The choice depends only on the
-text and on earlier steps, never on tokens drawn in this step. The rule of every step therefore stays lossless.
+At each step each text decides whether the model also drafts. The model pauses when drafting would cost more than it
+gains: the lookup has found a long, and therefore reliable, match, or the model's drafts keep being rejected. The choice
+depends only on the text and on earlier steps, never on tokens drawn in this step. The rule of every step therefore
+stays lossless.
 """
 
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import DrawnPart, Proposal, ProposalKind, TokenTree, TokenTrie, fetch_tokens
 
 _PRIOR_TRIALS = 4.0
-"""Weight of a prior, in trials. The mean over a text has a prior, and is itself the prior for the mean of each match
-length."""
+"""Weight of a prior, in trials. The mean over a text has a prior; the mean for each match length has the mean over the
+text as its prior."""
 _MEMORY = 50.0  # trials that a mean remembers
 _UNTRIED = 16  # steps without the first drafter after which a text tries it again
 _LENGTHS = 5  # classes of matches: none, 1, 2 to 3, 4 to 7, 8 and more tokens
@@ -26,16 +27,17 @@ _LENGTHS = 5  # classes of matches: none, 1, 2 to 3, 4 to 7, 8 and more tokens
 class HybridDrafter(Drafter):
     """Drafter that grafts the branches of ``lookup`` onto the tree of ``first``; equal children of a node are merged.
 
-    ``lookup`` is a deterministic drafter without weights, such as prompt lookup. The k-th budgets of both drafters form
-    a pair; the last budget of the shorter list is paired with the rest of the longer one. Each drafter thus has a share
-    of the nodes. A request that is smaller than every pair goes to ``first`` alone.
+    ``lookup`` is a deterministic drafter without weights, such as prompt lookup. The k-th budget of one drafter is
+    paired with the k-th budget of the other; the last budget of the shorter list is paired with the rest of the longer
+    list. So each drafter has a share of the nodes. A request that is smaller than every pair goes to ``first`` alone.
 
-    ``first`` skips a step if its expected extra tokens are fewer than ``least_gain`` times the step's other tokens
-    (None: its rough cost; 0: it always drafts). Both expectations are running means over the text, one for each length
-    of the lookup's match.
+    ``first`` skips a step if it is expected to add fewer tokens than ``least_gain`` times the tokens that the step
+    writes without it (None: the rough cost of ``first``; 0: it always drafts). Both expectations are running means over
+    the text, separate for each length of the lookup's match.
 
     If only one of the two drafted, its proposal is used unchanged. If both drafted, the proposal is deterministic if
-    both parts are, and grafted if the first carries a q. The target's logits reach neither session.
+    both parts are deterministic, and grafted if the first part carries a q. Neither session receives the target's
+    logits.
     """
 
     name = "hybrid"
@@ -72,7 +74,7 @@ class HybridDrafter(Drafter):
         return first_nodes, max_nodes - first_nodes + 1
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
-        if self.lookup.kinds(sampling) != {ProposalKind.DETERMINISTIC}:  # its drawn tokens would lose their q
+        if self.lookup.kinds(sampling) != {ProposalKind.DETERMINISTIC}:  # drawn tokens would lose their q
             raise UserError(
                 f"{self.lookup.name} draws its tokens, so it cannot be a hybrid's lookup: use prompt lookup"
             )
@@ -103,7 +105,7 @@ class _FirstChoice:
 
     def __init__(self) -> None:
         self._looked_up = [_Mean() for _ in range(_LENGTHS)]
-        """Tokens accepted from the lookup's own tree, by the class of its match."""
+        """Tokens accepted from the lookup's tree, by the class of the match."""
         self._added = [_Mean() for _ in range(_LENGTHS)]  # further tokens accepted, in steps with both trees
         self._added_to_any = _Mean()
         self._untried = 0
@@ -118,7 +120,7 @@ class _FirstChoice:
         return wants
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """Learn from the last step's result, read from the text."""
+        """Compare the text with the last step's trees, and learn which tokens were accepted."""
         if self.last is None:
             return
         begin, length, (whole, first, lookup) = self.last
@@ -132,7 +134,7 @@ class _FirstChoice:
 
 
 class HybridSession(DraftSession):
-    """Sessions of the two drafters. Each follows the texts independently, whichever branch was accepted."""
+    """Sessions of the two drafters. Each session follows the texts independently, whichever branch was accepted."""
 
     def __init__(self, drafter: HybridDrafter, sessions: Sequence[DraftSession]) -> None:
         self._drafter = drafter
@@ -150,8 +152,8 @@ class HybridSession(DraftSession):
             session.move(row, to)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        # Neither drafter sees the tokens of the other one: they may be random draws, and then its own rule would not be
-        # lossless.
+        # Neither drafter sees the other's tokens. These may be random draws, and a draft that depends on them would not
+        # be lossless.
         splits = [self._drafter.split(request.max_nodes) for request in requests]
         looked_up = self._sessions[1].propose(
             [replace(request, max_nodes=nodes) for request, (_, nodes) in zip(requests, splits, strict=True)]
@@ -190,8 +192,8 @@ def graft(first: Proposal, lookup: Proposal) -> Proposal:
     grafted = [0]
     for parent, token in _below_root(lookup.tree):
         grafted.append(trie.child(grafted[parent], token))
-    # The kind depends only on the first kind, even if the second tree adds no node, because that depends on the drawn
-    # tokens. Keeping q for some draws and dropping it for others would make q wrong for the draws that keep it.
+    # The kind must not depend on whether the second tree adds a node, because that depends on the drawn tokens. If some
+    # draws kept q and others dropped it, q would no longer be the distribution of the draws that kept it.
     drawn = DrawnPart(len(first.tree), first.kind) if first.kind.has_q else None
     tree = trie.tree(first.tree.tokens.device)
     return Proposal(tree, _with_lookup(first.kind), first.q, drawn, lookup.matched)

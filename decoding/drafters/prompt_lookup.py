@@ -1,7 +1,8 @@
 """Prompt lookup (Saxena 2023): drafts the tokens that followed an earlier occurrence of the last few tokens.
 
-It looks up the longest suffix of the text, at most ``ngram`` tokens long, that occurs earlier, and continues its latest
-earlier occurrence. `transformers` (``prompt_lookup_num_tokens``) continues the first one.
+It looks up the longest suffix of the text, at most ``ngram`` tokens long, that also occurs earlier in the text. It
+drafts the continuation of the latest earlier occurrence, whereas `transformers` (``prompt_lookup_num_tokens``) uses the
+first occurrence.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,9 +20,9 @@ class PromptLookupDrafter(TextDrafter):
     """Drafter of up to ``branches`` continuations of ``tokens``, from the prompt and the output so far.
 
     The first branch continues the latest earlier occurrence of the longest suffix. Further branches continue other
-    occurrences: longer suffixes come first, and among equal lengths the latest. Equal beginnings are merged. A
-    continuation ends at the text's end, unless the occurrence touches or overlaps the suffix: then the text repeats
-    itself, and the continuation repeats it further.
+    occurrences: first those of longer suffixes, and among equal lengths the latest ones. Equal beginnings of branches
+    are merged. A continuation ends at the text's end, unless the occurrence touches or overlaps the suffix: then the
+    text repeats itself, and the continuation repeats it further.
 
     Suffixes of fewer than ``min_ngram`` tokens are not looked up.
     """
@@ -77,7 +78,9 @@ class PromptLookupSession(TextSession):
         return Proposal(trie.tree(self._device), ProposalKind.DETERMINISTIC, matched=matched)
 
     def _matches(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield the ends and sizes of earlier occurrences of the text's suffixes: longest first, then latest."""
+        """Yield the ends and sizes of earlier occurrences of the text's suffixes: longer ones first, and among equal
+        lengths later ones first.
+        """
         for size in range(min(self._drafter.ngram, len(tokens)), self._drafter.min_ngram - 1, -1):
             ends = self._ends.get(tuple(tokens[len(tokens) - size :]), ())
             for end in islice(reversed(ends), self._LOOKS * self._drafter.branches):
@@ -88,7 +91,7 @@ _LONGEST_MATCH = 32
 
 
 def _match_length(tokens: Sequence[int], end: int) -> int:
-    """Return how many tokens before ``end`` equal the text's last ones, even beyond the longest n-gram."""
+    """Return how many tokens before ``end`` equal the last tokens of the text, even beyond the longest n-gram."""
     length, most = 0, min(_LONGEST_MATCH, end)
     while length < most and tokens[end - 1 - length] == tokens[-1 - length]:
         length += 1

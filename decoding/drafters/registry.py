@@ -1,8 +1,8 @@
 """Registry of drafters by name, for the command line, `HeadstartModel.from_pretrained` and training's evaluation.
 
 A drafter is written as ``NAME[:PATH][,option=value,…]``: ``lookup``, ``heads:runs/heads/final``,
-``draft-tree:runs/draft/final,depth=5``. A path alone means the heads or draft in this folder, combined with a lookup. A
-path is a folder, or ORG/NAME or ORG/NAME@REVISION on the Hub.
+``draft-tree:runs/draft/final,depth=5``. A path without a name means the heads or the draft in this folder, combined
+with a lookup. A path is a folder, or ORG/NAME or ORG/NAME@REVISION on the Hub.
 """
 
 from collections.abc import Callable, Mapping
@@ -77,7 +77,8 @@ _PREFIX = "lookup_"
 
 
 def _hybrid(first: Entry | None = None) -> Entry:
-    """Make the entry of ``first`` combined with a lookup; None makes the entry of the registry, before ``of`` is known.
+    """Make the entry of ``first`` combined with a lookup; with None the entry for the registry, in which ``of`` is not
+    known yet.
 
     The lookup's options begin with `_PREFIX`.
     """
@@ -111,10 +112,10 @@ _FIRSTS = {
 }
 REGISTRY: Mapping[str, Entry] = {
     **_FIRSTS,
-    "lookup": _entry("tokens that followed the text's last few tokens earlier", None, PromptLookupDrafter),
+    "lookup": _entry("tokens that followed an earlier occurrence of the last few tokens", None, PromptLookupDrafter),
     "hybrid": _hybrid(),
     "lookahead": _entry("n-grams that the target guesses in idle positions of its own passes", None, LookaheadDrafter),
-    "cascade": _entry("a chain from a draft for which a smaller one, small=PATH, drafts", "draft", CascadeDrafter),
+    "cascade": _entry("a chain from a draft that itself uses a smaller one, small=PATH", "draft", CascadeDrafter),
     "other-tokenizer": _entry("a small model with another tokenizer", "draft and tokenizer", _other_tokenizer),
 }
 
@@ -132,8 +133,8 @@ def parse_drafter(text: str, **options: Any) -> DrafterSpec:
 
     Raises UserError, in one sentence, for an item that is misspelt, missing or out of range. The weights are not read,
     but a PATH without a name is looked up, on the Hub if it is not a folder. Such a PATH means a ``hybrid`` of
-    ``heads`` for heads, of ``dspark`` for a DSpark draft, of ``eagle3`` for an EAGLE-3 draft, and otherwise of
-    ``draft``. If one of the options exists only for trees, ``eagle3-tree`` or ``draft-tree`` is used.
+    ``heads``, ``dspark``, ``eagle3`` or ``draft``, depending on the weights in it. If one of the options exists only
+    for trees, ``eagle3-tree`` or ``draft-tree`` is used.
     """
     name, path, given = split_spec(text, tuple(REGISTRY))
     given = {**given, **options}
@@ -186,7 +187,10 @@ class DrafterLoader:
     def __init__(
         self, target: CausalLM, tokenizer: PreTrainedTokenizerBase | str | None = None, trust_remote_code: bool = False
     ) -> None:
-        """``tokenizer``: the target's, or its folder or Hub id. A draft must have the same one (None: not compared)."""
+        """``tokenizer``: the tokenizer of the target, or the folder or Hub id that contains it.
+
+        A draft must have the same tokenizer; None skips this check.
+        """
         self._target, self._tokenizer, self._trusted = target, tokenizer, trust_remote_code
         self._loaded: dict[tuple[Weights, str], LoadedWeights] = {}
 

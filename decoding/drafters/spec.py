@@ -1,4 +1,6 @@
-"""Drafters as text, ``NAME[:PATH][,option=value,…]``, with a class's parameters as options."""
+"""Parsing of drafters written as ``NAME[:PATH][,option=value,…]``; the options are the parameters of the drafter's
+class.
+"""
 
 import math
 import os
@@ -15,7 +17,7 @@ from decoding.model.causal_lm import CausalLM
 
 
 class DraftPath(str):
-    """Value of an option that names a second draft: a folder or Hub id until the weights are loaded."""
+    """Value of an option that names a second draft: a folder or Hub id, which is replaced by the loaded weights."""
 
 
 class Option(NamedTuple):
@@ -61,13 +63,18 @@ class DrafterSpec:
 
     @property
     def paths(self) -> dict[str, str]:
-        """The paths of the weights. `path` has an empty key; each further draft has its option as the key."""
+        """The paths of the weights.
+
+        The key of `path` is empty; the key of each further draft is the name of its option.
+        """
         drafts: dict[str, str] = {name: value for name, value in self.options.items() if isinstance(value, DraftPath)}
         return drafts if self.path is None else {"": self.path, **drafts}
 
 
 def all_paths(specs: Mapping[str, DrafterSpec]) -> dict[str, str]:
-    """Return the paths of all weights by the names of the specs; for a further draft its option follows the name."""
+    """Return the paths of all weights by the names of the specs; for a further draft the name of its option is
+    appended.
+    """
     return {f"{name} {option}".strip(): path for name, spec in specs.items() for option, path in spec.paths.items()}
 
 
@@ -117,8 +124,8 @@ def options_of(make: Callable[..., Any], skipped: int = 0) -> dict[str, Option]:
 def read_options(given: Mapping[str, Any], known: Mapping[str, Option], of: str) -> dict[str, Any]:
     """Read the values of these options; each is a text, or a value that was read before.
 
-    Raises UserError for an option that is not in ``known``, or for a value that does not fit; the message calls the
-    drafter ``of``.
+    Raises UserError for an option that is not in ``known``, or for an invalid value; in the message the drafter is
+    called ``of``.
     """
     values = {}
     for name, value in given.items():
@@ -177,7 +184,7 @@ _READERS: Mapping[Any, tuple[str, Callable[[str], Any]]] = {
 
 
 def _written(value: Any) -> str:
-    """Write a value as `read_options` reads it."""
+    """Write a value in the form that `read_options` reads."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -1,7 +1,7 @@
 """Fingerprints: short hashes that are equal for equal models, heads, tokenizers or sets of prompts.
 
-`stored_fingerprint` covers files on disk or on the Hub. It depends neither on the dtype in which a model is loaded nor
-on how its weights are split into files. `fingerprint` covers a module in memory.
+`stored_fingerprint` is the digest of files on disk or on the Hub. It depends neither on the dtype in which a model is
+loaded nor on how its weights are split into files. `fingerprint` is the digest of a module in memory.
 """
 
 import hashlib
@@ -87,7 +87,7 @@ def prompts_fingerprint(prompts: Sequence[Sequence[int]]) -> str:
 
 
 def _described(folder: Path, trust_remote_code: bool) -> Any:
-    """Return everything except the weights that affects a model's outputs, as JSON values."""
+    """Return, as JSON values, everything that affects a model's outputs except the weights."""
     if is_heads_folder(folder):
         return json.loads((folder / "config.json").read_text())
     if (adapters := folder / _ADAPTER_CONFIG).is_file():

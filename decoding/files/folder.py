@@ -134,7 +134,10 @@ def _check_layers(path: Path, config: Mapping[str, Any], header: Mapping[str, St
 
 
 def _layer_of(name: str) -> str | None:
-    """Return the first number in a tensor's name: the layer, in transformers' families (model.layers.3., h.3.)."""
+    """Return the first number in a tensor's name.
+
+    In the families of transformers it is the layer (model.layers.3., h.3.).
+    """
     return next((part for part in name.split(".") if part.isascii() and part.isdigit() and len(part) < 10), None)
 
 
@@ -167,7 +170,10 @@ def reason(error: BaseException) -> str:
 
 
 def write_output_tokens(folder: str | Path, token_ids: Iterable[int]) -> None:
-    """Mark a draft's folder as trimmed to ``token_ids``. `loading.load_draft` reads the mark; transformers does not."""
+    """Mark a draft's folder as trimmed to ``token_ids``.
+
+    `loading.load_draft` reads the mark; transformers ignores it.
+    """
     config_path = Path(folder) / "config.json"
     if not config_path.is_file():
         raise UserError(f"{folder} does not contain a model: config.json is missing")

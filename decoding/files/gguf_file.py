@@ -26,7 +26,7 @@ from decoding.files.stored import cache_root, read_object
 
 _LOGGER = logging.getLogger(__name__)
 _SOURCE, _LINK = "gguf.json", "model.gguf"
-_FORMAT = 1  # number in the folders' names: raise it when files are converted differently
+_FORMAT = 1  # part of the folders' names; increase it when the conversion changes
 _ERRORS = (OSError, ValueError, RuntimeError, TypeError, LookupError, ArithmeticError, AttributeError, ImportError)
 _OTHER = "use the folder or Hub id of the original model"
 _DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
@@ -44,7 +44,8 @@ def is_gguf(name: str | Path) -> bool:
 def source_of(folder: Path) -> dict[str, Any] | None:
     """Return the name (``file``), ``sha256`` and ``quantisation`` of the GGUF file that a folder was converted from.
 
-    The quantisation is that of the largest tensor, such as ``Q4_1``, or None for floats. None for any other folder.
+    The quantisation is the type of the largest tensor, such as ``Q4_1``, or None for floats. Returns None for any other
+    folder.
     """
     return read_object(folder / _SOURCE, "remove its folder") if (folder / _SOURCE).is_file() else None
 
@@ -63,7 +64,7 @@ def converted(file: Path) -> Path:
     checksum = _checksum(file.resolve(), state.st_size, state.st_mtime_ns)
     folder = cache_root() / "gguf" / f"{file.stem}-{checksum[:16]}-{_FORMAT}"
     partial = folder.with_name(f"{folder.name}.partial")
-    if folder.is_dir():  # complete, even if nothing can be written here
+    if folder.is_dir():  # the folder is complete, even if nothing can be written here
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +76,7 @@ def converted(file: Path) -> Path:
                     _convert(file, partial, {"file": file.name, "sha256": checksum})
                     partial.rename(folder)
                 finally:
-                    shutil.rmtree(partial, ignore_errors=True)  # after an error, because it may fill the disk
+                    shutil.rmtree(partial, ignore_errors=True)  # always, because this folder may fill the disk
     except (OSError, SafetensorError) as error:
         remedy = "make room there, or set HEADSTART_CACHE to another folder"
         raise UserError(f"the weights of {file} cannot be written to {folder} ({error}): {remedy}") from error
@@ -130,7 +131,7 @@ def _convert(file: Path, folder: Path, source: Mapping[str, str]) -> None:
     (folder / _LINK).unlink()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    stored = read_object(folder / "tokenizer.json", _OTHER)  # its class adds tokens that the model does not have
+    stored = read_object(folder / "tokenizer.json", _OTHER)  # the class adds tokens that the model lacks
     stored["added_tokens"] = [it for it in stored["added_tokens"] if it["id"] < len(keys["tokenizer.ggml.tokens"])]
     (folder / "tokenizer.json").write_text(json.dumps(stored))
     quantisation = None if largest in ("F32", "F16", "BF16") else largest
@@ -142,7 +143,8 @@ def _line(error: BaseException) -> str:
 
 
 def _complete(config: Any, keys: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """Set what transformers' reader ignores: size of heads, biases, and the scaled rotary embeddings of Llama 3.
+    """Set what transformers' reader ignores: the size of attention heads, biases, and the scaled rotary embeddings of
+    Llama 3.
 
     Raises UserError, without the file's name, if rotary embeddings are scaled in another way.
     """

@@ -41,7 +41,7 @@ _WEIGHTS = (*WEIGHT_FILES, "adapter_model.safetensors")
 """Weight files that this package reads; copies in layouts of other programs are not fetched."""
 _FOLDERS = ("*/*",)
 _REVISION = re.compile(r"(?!.*(?:\.\.|//))[^\s\\~^:?*\[\x00-\x1f\x7f/,-][^\s\\~^:?*\[\x00-\x1f\x7f,]*")
-"""Revisions that git accepts, except names that would leave the cache's folder or end a drafter's path."""
+"""Revisions that git accepts, except names that would lead out of the cache's folder or end a drafter's path."""
 LOG_IN = "run `hf auth login`, or set HF_TOKEN"
 
 _only_cached: ContextVar[bool] = ContextVar("only_cached", default=False)
@@ -111,7 +111,7 @@ def local_folder(name: str | Path, weights: bool = True) -> Path:
 
 
 def commit_of(name: str | Path) -> str | None:
-    """Return the commit hash to which a Hub id was or is now resolved; None for a folder."""
+    """Return the commit hash of a Hub id, which is resolved now unless it was resolved earlier; None for a folder."""
     if (named := hub_name(name)) is None:
         return None
     return (local_folder(name, weights=False) if named.file is None else _snapshot_of_file(named)).name

@@ -27,11 +27,11 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 WEIGHT_FILES = (WEIGHTS_NAME, INDEX_NAME, "model-*.safetensors")
 SHARD_BYTES = 5 * 10**9
-"""Largest size of a weight file, in bytes; a larger tensor gets a separate file."""
+"""Largest size of a weight file, in bytes; a tensor that is larger has a separate file."""
 FLOATS = ("BF16", "F16", "F32", "F64")
 """Dtypes that heads may have, by their safetensors names."""
 _MOST_BYTES = 256 << 20  # largest size of a JSON file, in bytes; the largest models' index has a few MiB
-_PIECE = 1 << 18  # values tested for NaN at a time, because a test of a whole tensor takes twice its memory
+_PIECE = 1 << 18  # values tested for NaN at a time: a test of a whole tensor takes twice the tensor's memory
 
 
 class StoredTensor(NamedTuple):
@@ -230,7 +230,9 @@ def check_finite(tensors: Mapping[str, Tensor], what: str, remedy: str) -> None:
 
 
 def check_copies(folder: Path, of_target: Mapping[str, Tensor], remedy: str) -> None:
-    """Raise UserError if a stored tensor of one of these names differs from the target's by more than rounding."""
+    """Raise UserError if a stored tensor with one of these names differs from the target's tensor by more than
+    rounding.
+    """
     if weights_header(folder, remedy).keys().isdisjoint(of_target):
         return
     for name, tensor in stored_weights(folder, remedy):
@@ -252,7 +254,9 @@ def _count_non_finite(tensor: Tensor) -> int:
 def without_d2t(
     header: Mapping[str, StoredTensor], outputs: int | None, folder: Path, remedy: str
 ) -> dict[str, StoredTensor]:
-    """Return a header without ``d2t``; raise UserError unless d2t has ``outputs`` whole numbers (None: is missing)."""
+    """Return a header without ``d2t``; raise UserError unless d2t has ``outputs`` whole numbers, or is missing if that
+    is None.
+    """
     rest = dict(header)
     stored, wanted = rest.pop("d2t", None), None if outputs is None else StoredTensor("I64", (outputs,))
     if stored != wanted:

@@ -14,7 +14,7 @@ from decoding.measure.summary import tokens_and_seconds
 from decoding.metrics import FEWEST, Estimate, expanded_quantile, ratio_of_rates
 
 _SMALL = 0.05
-"""Largest difference that an interval may contain if we report that no difference was seen."""
+"""We report that no difference was seen only if the interval contains no difference larger than this."""
 _WORTH = 0.02
 """Smallest difference for which we suggest more prompts."""
 _POWER80 = 1.959964 + 0.841621
@@ -22,7 +22,7 @@ _POWER80 = 1.959964 + 0.841621
 _SETTINGS = ("dtype", "max_new_tokens", "batch_invariant")
 """Settings in which two evaluations may differ; every ratio then includes the effect of the difference."""
 _TIMES = {"machines": "hardware", "commits": "commit", "numbers of processes": "processes"}
-"""Facts on which times depend, with their keys in a provenance. If a fact differs, times are not compared."""
+"""Facts on which times depend, with their keys in a provenance. If one of them differs, times are not compared."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class RatioConclusion:
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """The ratios B/A of a method of A and a method of B in a setting and cell, over ``pairs`` of texts.
+    """The ratios B/A of a method of B and a method of A in one setting and cell, over ``pairs`` of texts.
 
     ``dropped``: later turns that are left out because their prompts differ. ``speed`` is None if times cannot be
     compared.
@@ -236,7 +236,8 @@ def _row(
 def _pairs(
     a: RecordedEvaluation, b: RecordedEvaluation, mine: tuple[str, str], theirs: tuple[str, str], cell: GridCell
 ) -> tuple[list[tuple[Record, Record]], int]:
-    """Pair the texts of two methods; also return how many later turns are left out because their prompts differ.
+    """Pair the texts of two methods; return the pairs, and the number of later turns left out because their prompts
+    differ.
 
     Raises UserError if the tokens of a question's first turn differ.
     """

@@ -124,7 +124,9 @@ def at(row: ReportRow, axis: Axis) -> int | None:
 
 
 def below_from(points: Sequence[tuple[int, float]]) -> int | None:
-    """Return the first position from which all speed-ups are below 1; None if the last is not, or with one point."""
+    """Return the first position from which all speed-ups are below 1; None if the last one is not, or for a single
+    point.
+    """
     first = None
     for position, speed in reversed(points):
         if speed >= 1:
@@ -210,16 +212,18 @@ def _and(words: Sequence[str]) -> str:
 
 
 def greedy_sentence(report: Report) -> str:
-    """Return a sentence that compares the report's greedy texts with plain decoding's, or "" without such texts."""
+    """Return a sentence that compares the greedy texts with those of plain decoding, or "" if there are no greedy
+    texts.
+    """
     compared = [row.identical_to_plain for row in report.rows if row.identical_to_plain and row.method != PLAIN]
     texts = sum(same.of for same in compared)
     differing = texts - sum(same.identical for same in compared)
     if not texts:
         return ""
     if not differing:
-        return f"All {texts} greedy texts are identical to plain decoding's."
+        return f"All {texts} greedy texts are identical to plain decoding."
     share = 100 * (texts - differing) // texts
-    sentence = f"{differing} of {texts} greedy texts differ from plain decoding's ({share}% are equal)"
+    sentence = f"{differing} of {texts} greedy texts differ from plain decoding ({share}% are equal)"
     early = sum(same.ended_early for same in compared)
     margins = [same.largest_margin for same in compared if same.largest_margin is not None]
     dtype, largest = str(report.dtype), max(margins, default=None)

@@ -1,7 +1,7 @@
 """Evaluation: decodes prompts by several methods, records the runs, and computes figures relative to plain decoding.
 
-In each round every method decodes the same wave of prompts in one process; the methods take turns at going first. If
-the machine slows down, all methods slow down alike, and speed-ups are ratios of paired runs. The `generate` of
+In each round every method decodes the same wave of prompts in one process; each round begins with another method. If
+the machine slows down, it slows down all methods alike. Speed-ups are ratios of paired runs. The `generate` of
 `transformers` is one of the methods. Records are written immediately (`decoding.measure.records`); figures are computed
 only from the records (`decoding.measure.summary`).
 """
@@ -72,8 +72,8 @@ class Measurement:
     def run(self) -> None:
         """Decode all units of this process that lack a record; process 0 also measures the cost curve.
 
-        The curve measures passes in the middle of the texts of the first cell, because it predicts only the rows of
-        this cell.
+        The passes of the curve are measured after half the tokens of the first cell's texts, because the curve predicts
+        only the rows of this cell.
         """
         warm: GridCell | None = None
         for unit in self._missing():
@@ -87,7 +87,9 @@ class Measurement:
             self.records.add({"cost_curve": measure_costs(self.target, prefix=half_written)})
 
     def total(self) -> int:
-        """Count the remaining runs of this process, including later turns that may turn out to be too long."""
+        """Count the remaining runs of this process, including runs of later turns whose prompts may prove to be too
+        long.
+        """
         return sum(len(self._keys(unit)) for unit in self._missing())
 
     def methods_of(self, cell: GridCell, setting: str | None = None) -> list[Method]:
@@ -99,7 +101,7 @@ class Measurement:
         return waves_of(self.source.tasks, cell.batch_size)[self.rank :: self.world]
 
     def _missing(self) -> Iterator[Unit]:
-        """Yield the units of this process that lack records; the turns of a setting come in order."""
+        """Yield the units of this process that lack records; the turns of each setting come in order."""
         for cell in cells_of(self.config):
             for wave in self._waves(cell):
                 turns = max(self.source.turns(index) for index in wave.questions)
@@ -167,7 +169,7 @@ class Measurement:
     def _prompts(self, unit: Unit) -> dict[int, tuple[int, ...]]:
         """Return the unit's prompts by index.
 
-        Later turns that are too long after plain decoding's answers are left out.
+        Later turns whose prompts, with the answers of plain decoding, are too long are left out.
         """
         prompts: dict[int, tuple[int, ...]] = {}
         too_long: list[str] = []
@@ -186,7 +188,7 @@ class Measurement:
         return prompts
 
     def _answers(self, unit: Unit, index: int) -> list[tuple[int, ...]] | None:
-        """Return plain decoding's answers to the earlier turns; None if one of them was left out."""
+        """Return the answers of plain decoding to the earlier turns; None if one of these turns was left out."""
         answers = []
         for turn in range(unit.turn):
             record = self.records.by_key.get(RunKey(unit.cell, unit.wave.index, turn, unit.setting, PLAIN, 0))
@@ -211,7 +213,7 @@ class Measurement:
         return [self.source.prompt(index, cell.context) for wave in self._waves(cell) for index in wave.questions]
 
     def _parted(self, unit: Unit) -> Iterator[RunKey]:
-        """Yield the greedy runs that lack margins and in which some text differs from plain decoding's text."""
+        """Yield the greedy runs without margins in which a text differs from the text of plain decoding."""
         for key, method in self._keys(unit):
             if method.temperature == 0 and key in self.records.by_key and key not in self.records.margins:
                 mine, plain = (self.records.by_key.get(run_key) for run_key in (key, key._replace(method=PLAIN)))

@@ -65,13 +65,16 @@ class Method:
     artefact: str | None = None
     """Kind of the trained artefact used for drafting: "heads", "draft", or None."""
     drafter: str | None = None
-    """Name of the measured drafter; for a peer, of the drafter with the same draft; None for plain decoding."""
+    """Name of the measured drafter, or for a peer the name of our drafter with the same draft; None for plain decoding.
+    """
     temperature: float = 0.0
     rule: str | None = None
-    """Name of the acceptance rule, or several joined by "or" if the kind of proposal decides; None if unknown."""
+    """Name of the acceptance rule, or several names joined by "or" if the rule depends on the proposal; None if
+    unknown.
+    """
     shape: Literal["chain", "tree"] | None = None
     drafts: Drafts | None = None
-    """How draft tokens are chosen: by sampling, as a model's likeliest tokens, or without a model."""
+    """How drafted tokens are chosen: drawn from a model, as the likeliest tokens of a model, or without a model."""
     max_positions: int | None = None
     """Longest text that its drafter supports, in tokens; None if the drafter adds no limit."""
     policy: str | None = None
@@ -92,7 +95,7 @@ class EvaluationConfig:
     contexts: tuple[int | None, ...] = (None,)
     """Prompt lengths, in tokens, requested from the source of prompts; None to use prompts as they are."""
     policies: tuple[str, ...] = (FIXED,)
-    """Names of the policies that each drafter is measured with: drafts of fixed size, and the default of `generate`."""
+    """Names of the policies with which each drafter is measured, such as "fixed" and the default of `generate`."""
 
     def __post_init__(self) -> None:
         for policy in self.policies:
@@ -106,7 +109,7 @@ class EvaluationConfig:
 
 
 class Setting(NamedTuple):
-    """A setting: its name in tables, the temperature (0 is greedy), and True for typical acceptance."""
+    """A setting: its name in tables, its temperature (0 is greedy), and whether acceptance is typical."""
 
     name: str
     temperature: float
@@ -228,10 +231,12 @@ def standard_methods(target: CausalLM, drafters: dict[str, Drafter], config: Eva
 
 
 def _peers(target: CausalLM, setting: str, drafters: dict[str, Drafter], decoding: DecodingConfig) -> list[Method]:
-    """Make transformers' generate, and assisted generation with the first draft, at our depth and with its defaults."""
+    """Make the methods of transformers: `generate`, and assisted generation by the first draft, once at our depth and
+    once with the defaults of transformers.
+    """
     peers = [transformers_method(target, setting, TRANSFORMERS, decoding)]
     for name, drafter in drafters.items():
-        # transformers takes another vocabulary size for another tokenizer, so drafts with a padded vocabulary have no
+        # If a draft's vocabulary is padded to another size, transformers assumes another tokenizer, so there is no
         # peer.
         same = isinstance(drafter, DraftModelDrafter) and drafter.draft.vocab_size == target.vocab_size
         if isinstance(drafter, DraftModelDrafter) and same and not getattr(target.model, "_is_stateful", False):
@@ -301,7 +306,7 @@ def transformers_generate(
         )
         end = time.perf_counter()
     read = passes[1] - passes[0] if passes else 0.0
-    # Assisted generation emits its first tokens after the draft has read the prompt, our loop emits them before that.
+    # Assisted generation emits its first tokens after the draft has read the prompt; our loop emits them before.
     first_at = clock.first_at - read
     first, rest = (seconds / len(prompts) for seconds in (first_at - begin, end - first_at))
     runs: list[Run] = []
@@ -313,7 +318,7 @@ def transformers_generate(
 
 @contextmanager
 def _first_pass(draft: CausalLM | None) -> Iterator[list[float]]:
-    """Yield a list to which the begin and end of the draft's next pass, over the prompt, are added."""
+    """Yield a list that receives the times at which the draft's next pass, which reads the prompt, begins and ends."""
     times: list[float] = []
 
     def note(module: PreTrainedModel, *_: Any) -> None:
@@ -333,8 +338,8 @@ def _first_pass(draft: CausalLM | None) -> Iterator[list[float]]:
 def _bare_generation_configs(models: Sequence[PreTrainedModel], num_assistant_tokens: int | None) -> Iterator[None]:
     """Use default generation configs and eval mode within the block; restore both afterwards.
 
-    Otherwise `generate` would take unset controls from the model's config. It takes the draft length from the
-    assistant's config, where it is set to ``num_assistant_tokens`` or left at `transformers`' default.
+    Otherwise `generate` would take unset controls from the model's config. `generate` reads the draft length from the
+    assistant's config, so it is set there to ``num_assistant_tokens`` or left at the default of `transformers`.
     """
     with ExitStack() as restored:
         for model in models:

@@ -37,7 +37,7 @@ _MOST_TASKS = 30
 class Question:
     """A question: the messages of its first turn, and the user's texts in the ``later`` turns.
 
-    ``plain``: the text is continued without a chat template, not answered.
+    ``plain`` means that the text is continued without a chat template instead of being answered.
     """
 
     id: str
@@ -59,8 +59,9 @@ def read_questions(path: str | Path, field: str | None = None) -> list[Question]
 
     ``field`` names the prompt's field; None takes the first of `decoding.fields.PROMPT_FIELDS` in the row. If the
     prompt is a list of texts, each text is a turn. If it is a conversation, the messages before the first answer are
-    the first turn. Without any answer, each user message is a turn, as in SPEED-Bench. A ``text`` in a row without an
-    answer is continued, not answered. A system message and a ``history`` come first, as in `decoding.fields.prompt_of`.
+    the first turn; in a conversation without answers, each user message is a turn, as in SPEED-Bench. A ``text`` in a
+    row without an answer is continued, not answered. A system message and a ``history`` come first, as in
+    `decoding.fields.prompt_of`.
 
     The id is ``question_id``, ``id`` or ``task_id``; without these fields it is the line number. The task is the row's
     ``category``; in Spec-Bench's file the eight categories of MT-Bench are one task, ``mt_bench``.
@@ -123,7 +124,9 @@ def _questions(path: str | Path, field: str | None) -> Iterator[Question]:
 
 
 def _with_tasks(questions: list[Question]) -> list[Question]:
-    """Name the tasks: Spec-Bench has six; there are no tasks if the categories of the rows do not look like tasks."""
+    """Name the task of each question: Spec-Bench has six tasks; if the categories of other files do not look like
+    tasks, there are none.
+    """
     names = {question.task for question in questions}
     if len(names) == 1 or len(names) > _MOST_TASKS or None in names:
         return [replace(question, task=None) for question in questions]
@@ -152,7 +155,9 @@ def _question(number: int, row: dict[str, Any], field: str | None, where: str) -
 
 
 def evenly(questions: Sequence[Question], limit: int) -> list[Question]:
-    """Return ``limit`` questions in the file's order: the first ones of each task, spread evenly over the tasks."""
+    """Return ``limit`` questions in the order of the file: the first questions of each task, about equally many from
+    each.
+    """
     seen: Counter[str | None] = Counter()
     ranked = []
     for index, question in enumerate(questions):
@@ -168,9 +173,9 @@ def evenly(questions: Sequence[Question], limit: int) -> list[Question]:
 class Asker:
     """Source of the questions' prompts as token ids: a `PromptSource`.
 
-    ``all_turns`` False asks first turns only. ``filler`` contains all questions of the file. A prompt of a given
-    context length is filled with the texts of the questions before it in the file, and then with texts from the end of
-    the file.
+    With ``all_turns`` False only first turns are used. ``filler`` contains all questions of the file. A prompt of a
+    given context length is filled with the texts of the questions before it in the file, and then with texts from the
+    end of the file.
     """
 
     questions: Sequence[Question]
@@ -185,7 +190,7 @@ class Asker:
 
     @cached_property
     def tasks(self) -> Sequence[str | None]:
-        """Task of each question; None if it has no task."""
+        """Task of each question; None for a question without a task."""
         return [question.task for question in self.questions]
 
     def turns(self, index: int) -> int:
@@ -193,9 +198,9 @@ class Asker:
         return 1 + len(self.questions[index].later) if self.all_turns else 1
 
     def prompt(self, index: int, context: int | None = None, answers: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
-        """Return a turn's prompt in the chat template: the earlier turns with their answers, and the turn's question.
-
-        ``context``: text is put before the prompt to make it as long as possible with at most this many tokens.
+        """Return a turn's prompt in the chat template: the earlier turns with their answers, and the user's text of
+        this turn. With ``context``, text is put before the prompt until it is as long as possible without exceeding
+        this many tokens.
         """
         question = self.questions[index]
         messages = [*question.opening]
@@ -233,7 +238,9 @@ class Asker:
         )
 
     def _tail_ids(self, question: Question, text: str, context: int) -> list[int]:
-        """Return at least ``context`` tokens, or as many as the file has: earlier questions, followed by the text."""
+        """Return the text with earlier questions before it, at least ``context`` tokens or as many as the file
+        provides.
+        """
         filler = self.filler or self.questions
         at = next((index for index, other in enumerate(filler) if other.id == question.id), 0)
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -301,9 +308,10 @@ class Wave:
 
 
 def waves_of(tasks: Sequence[str | None], batch_size: int) -> list[Wave]:
-    """Group the questions into waves of one, or at larger batch sizes of about twice the batch size from one task.
+    """Group the questions into waves.
 
-    The waves of a task have equal sizes, because a small last wave would leave rows of the batch empty.
+    At batch size 1 a wave is one question; at larger batch sizes it has about twice as many questions as the batch, all
+    of one task. The waves of a task have equal sizes, because a small last wave would leave rows of the batch empty.
     """
     groups: list[list[int]] = []
     for task in dict.fromkeys(tasks):

@@ -17,8 +17,8 @@ from decoding.measure.methods import Run
 from decoding.metrics import StepCount
 
 Margin = float | Literal["ended"] | None
-"""Gap between the two tokens' logits where a greedy text first differs from plain decoding's text; "ended" if one stops
-there and the other continues; None if the texts are equal."""
+"""Gap between the logits of the two tokens at which a greedy text first differs from plain decoding's text; "ended" if
+one of the texts stops there; None if the texts are equal."""
 
 _ABOUT = ("hardware", "versions", "commit", "processes")
 """Provenance fields that may differ between the files of a folder; times of such files are not comparable."""
@@ -63,7 +63,7 @@ class Records:
         self.by_key: dict[RunKey, Record] = {}
         self.margins: dict[RunKey, tuple[Margin, ...]] = {}
         self.left_out: dict[tuple[GridCell, int, int, str], tuple[str, ...]] = {}
-        """Ids of the questions that had a later turn that was too long, by cell, wave, turn and setting."""
+        """Ids of the questions with a later turn that was too long, by cell, wave, turn and setting."""
         self.cost_curve: dict[int, float] | None = None
         for line in known:
             self.take(line)

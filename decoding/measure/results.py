@@ -51,9 +51,9 @@ class Percentiles:
 class Latency:
     """Latency of a server's answers.
 
-    ``under_way`` is the mean number of concurrent requests. ``ttft_ms``: from the request to the first text.
-    ``tpot_ms``: the time after the first text divided by the number of further tokens, per answer. ``itl_ms``: between
-    two events of an answer; one event may contain several tokens.
+    ``under_way`` is the mean number of concurrent requests. ``ttft_ms``: time from the request to the first text.
+    ``tpot_ms``: for each answer, the time after the first text divided by the number of further tokens. ``itl_ms``:
+    time between two events of an answer, each of which may contain several tokens.
     """
 
     requests: int
@@ -69,9 +69,9 @@ class Latency:
 
 @dataclass(frozen=True)
 class SameTexts:
-    """How many greedy texts equal plain decoding's; ``margins`` lists the sorted `margin_of` all others.
+    """How many greedy texts equal those of plain decoding; ``margins`` lists, sorted, the `margin_of` each other text.
 
-    ``largest_margin`` is None if texts differ only because one of them ended early, or if logits are unknown.
+    ``largest_margin`` is None if texts differ only in where they end, or if logits are unknown.
     """
 
     identical: int
@@ -108,7 +108,7 @@ class ReportRow:
     drafts: str | None = None
     policy: str | None = None
     prompts: int | None = None
-    # Speed. The speed-up "of totals" weighs a prompt by its tokens; the other one gives all paired runs equal weight.
+    # Speed. The speed-up "of totals" weighs each prompt by its tokens; ``speedup`` gives all paired runs equal weight.
     tokens_per_second: Figure | None = None
     tokens_per_second_with_prefill: Figure | None = None
     speedup_of_totals: Figure | None = None
@@ -148,7 +148,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Report:
-    """An evaluation: ``rows`` describe the first cell, ``grid`` the other cells, ``tasks`` the first cell by task."""
+    """An evaluation.
+
+    ``rows`` are for the first cell, ``grid`` is for the other cells, and ``tasks`` are rows of the first cell by task.
+    """
 
     rows: tuple[ReportRow, ...] = ()
     grid: tuple[ReportRow, ...] = ()
@@ -188,7 +191,7 @@ class Report:
 
     @property
     def cells(self) -> tuple[ReportRow, ...]:
-        """The rows of every batch size and context length."""
+        """The rows of all batch sizes and context lengths."""
         return *self.rows, *self.grid
 
 

@@ -21,7 +21,9 @@ _MOST = 4
 
 
 def samples_of(measurement: Measurement, rows: Sequence[ReportRow], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """Return up to four texts of the first cell: two per setting, from its fastest drafter, on different tasks."""
+    """Return up to four texts of the first cell: two for each setting, by the setting's fastest drafter, on different
+    tasks.
+    """
     cell = cells_of(measurement.config)[0]
     samples: list[Sample] = []
     for setting in dict.fromkeys(row.setting for row in rows):

@@ -1,4 +1,4 @@
-"""Figures of servers under load, from streamed answers timed by the client.
+"""Figures of servers under load, from streamed answers whose times the client measured.
 
 Each answer is a record (`decoding.measure.records`) with two more fields in its line, ``timing`` and ``counters``. The
 cell's batch size is the number of concurrent requests, and a run's seconds are its share of the wall time.
@@ -24,7 +24,7 @@ SERVED = "served"
 _AT_ONCE = 0.01
 """An answer counts as not streamed if all its events arrive within this share of its time."""
 _WHOLE_LOAD = 0.9
-"""Share of the requested concurrency that the mean concurrency must reach."""
+"""The mean concurrency must reach this share of the requested concurrency."""
 
 
 class Timing(NamedTuple):
@@ -43,8 +43,8 @@ class Timing(NamedTuple):
 def shares_of_time(spans: Sequence[tuple[float, float]]) -> list[float]:
     """Return each answer's share of the wall time; concurrent answers share it equally.
 
-    ``spans`` are pairs (begin, end). The shares add up to the time in which any answer was in progress, so tokens
-    divided by shares are the throughput.
+    ``spans`` are pairs (begin, end). The sum of the shares is the time in which any answer was in progress, so tokens
+    divided by this sum are the throughput.
     """
     shares = [0.0] * len(spans)
     for begin, end in pairwise(sorted({moment for span in spans for moment in span})):
@@ -152,7 +152,9 @@ def _measurable(row: ReportRow, counted: bool) -> ReportRow:
 
 
 def _of_server(row: ReportRow, by_key: Mapping[RunKey, Mapping[str, Any]]) -> ReportRow:
-    """Add what the client and the server's counters measured, and compare greedy texts with the plain endpoint's."""
+    """Add what the client and the server's counters measured, and compare greedy texts with those of the plain
+    endpoint.
+    """
     own = row.setting, row.method, row.batch_size
     mine = {key: line for key, line in by_key.items() if (key.setting, key.method, key.cell.batch_size) == own}
     timings: dict[str, list[Timing]] = {}
@@ -160,7 +162,7 @@ def _of_server(row: ReportRow, by_key: Mapping[RunKey, Mapping[str, Any]]) -> Re
         timings.setdefault(line["prompts"][0], []).append(Timing(*line["timing"]))
     seconds = sum(Run(*line["runs"][0]).decode_seconds for line in mine.values())
     row = replace(row, latency=latency(timings, seconds))
-    if row.passes is None:  # otherwise each request was counted
+    if row.passes is None:  # the requests were not counted one by one
         row = with_counters(row, [line["counters"] for line in mine.values() if line.get("counters")])
     if row.temperature == 0 and row.method != PLAIN:
         return replace(row, identical_to_plain=_same_texts(mine, by_key))
@@ -170,7 +172,9 @@ def _of_server(row: ReportRow, by_key: Mapping[RunKey, Mapping[str, Any]]) -> Re
 def _same_texts(
     mine: Mapping[RunKey, Mapping[str, Any]], by_key: Mapping[RunKey, Mapping[str, Any]]
 ) -> SameTexts | None:
-    """Count the greedy texts that equal the plain endpoint's; servers do not report logits, so margins are unknown."""
+    """Count the greedy texts that equal those of the plain endpoint; servers do not report logits, so margins are
+    unknown.
+    """
     pairs = [(line, by_key.get(key._replace(method=PLAIN))) for key, line in mine.items()]
     same = [line["timing"][4] == plain["timing"][4] for line, plain in pairs if plain is not None]
     return SameTexts(sum(same), len(same), 0.0 if all(same) else None) if same else None

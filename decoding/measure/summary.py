@@ -15,7 +15,7 @@ from decoding.model.cost_curve import pass_over
 def figures_of(
     records: Records, methods: Sequence[Method], cells: Sequence[GridCell], tasks: Mapping[str, str | None]
 ) -> Report:
-    """Return the report's rows and counts; nothing else in it is set.
+    """Return a report in which only the rows and counts are set.
 
     The first of ``cells`` becomes ``rows``, all other cells become ``grid``. ``tasks`` maps question ids to tasks.
     """
@@ -51,7 +51,7 @@ def _rows(
     curve: Mapping[int, float] | None = None,
     ids: set[str] | None = None,
 ) -> list[ReportRow]:
-    """Return a row for each method with records in the cell; only waves with all their questions in ``ids`` count."""
+    """Return a row for each method with records in the cell; a wave counts only if all its questions are in ``ids``."""
     by_method: dict[tuple[str, str], list[Record]] = {}
     for record in sorted(records.by_key.values(), key=lambda record: record.key[1:]):
         if record.key.cell == cell and (ids is None or ids.issuperset(record.prompts)):
@@ -102,7 +102,7 @@ def _row(
 
 
 def _compared_to_plain(records: Records, mine: Sequence[Record]) -> SameTexts:
-    """Compare greedy texts with plain decoding's."""
+    """Compare greedy texts with those of plain decoding."""
     margins = [margin for record in mine for margin in records.margins.get(record.key, (None,) * len(record.runs))]
     early = margins.count("ended")
     gaps = tuple(sorted(margin for margin in margins if isinstance(margin, float)))
@@ -131,7 +131,9 @@ def _by_wave(records: Sequence[Record], with_prefill: bool = False) -> dict[int,
 
 
 def _of_totals(mine: Sequence[Record], other: Sequence[Record], with_prefill: bool = False) -> Figure | None:
-    """Return the ratio of total tokens per second, mine over the other's; prompts are weighted by their tokens."""
+    """Return the ratio of total tokens per second, ``mine`` over the other method; prompts are weighted by their
+    tokens.
+    """
     if not mine or not other:
         return None
     ours, theirs = _by_wave(mine, with_prefill), _by_wave(other, with_prefill)
@@ -139,7 +141,7 @@ def _of_totals(mine: Sequence[Record], other: Sequence[Record], with_prefill: bo
 
 
 def _of_pairs(mine: Sequence[Record], other: Sequence[Record], with_prefill: bool = False) -> Quartiles | None:
-    """Return the ratios of tokens per second of paired runs, mine over the other's; all have equal weight."""
+    """Return the ratios of tokens per second of paired runs, ``mine`` over the other method; all have equal weight."""
     if not mine or not other:
         return None
     pairs = {_repetition(record): tokens_and_seconds(record, with_prefill) for record in other}
@@ -192,9 +194,11 @@ def _with_acceptance(row: ReportRow, records: Sequence[Record], curve: Mapping[i
 
 
 def _predicted(runs: Sequence[Run], tokens: float, curve: Mapping[int, float], draft: float, overhead: float) -> float:
-    """Return the speed-up predicted from measured drafting and overhead, and from the curve for the passes."""
+    """Return the speed-up predicted from the measured times of drafting and overhead, and from the cost curve of
+    passes.
+    """
     plain_step = pass_over(curve, 1)
-    sizes = Counter(count.drafted + 1 for run in runs for count in run.counts)  # policies and lookups vary them
+    sizes = Counter(count.drafted + 1 for run in runs for count in run.counts)  # policies and lookups vary the sizes
     passes = max(1, sizes.total())
     verify = sum(pass_over(curve, size) * times for size, times in sizes.items()) / passes
     return predicted_speedup(tokens, draft / passes / plain_step, verify / plain_step, overhead / passes / plain_step)

@@ -60,9 +60,9 @@ def _rope_parameters(text_config: PreTrainedConfig) -> list[dict[str, Any]]:
 def why_not_static(model: PreTrainedModel) -> str | None:
     """Return the reason why a model's steps cannot have fixed shapes, with a remedy; None if they can.
 
-    Some rotary embeddings choose their frequencies by a step's longest position. The host then reads this position from
-    the device, which a CUDA graph cannot record (transformers' `dynamic_rope_update`; the latest longrope avoids it).
-    In addition, a graph covers only one device.
+    Some rotary embeddings choose their frequencies by the longest position of a step. The host must read this position
+    from the device, which a CUDA graph cannot record (`dynamic_rope_update` in transformers; its latest longrope avoids
+    it). Also, a graph covers only one device.
     """
     if reason := why_no_trees(model):
         return f"{reason}, so its steps cannot have fixed shapes: leave static out"
@@ -139,7 +139,7 @@ def abilities(model: PreTrainedModel) -> Abilities:
     """Return a model's abilities, as docs/reference/targets.md lists them for all families.
 
     The abilities are: ``training`` of heads and drafts, ``plain`` decoding, drafted ``chains`` and ``trees``, and steps
-    of ``static`` shapes. Weights are not read, so they may be on the meta device.
+    with ``static`` shapes. Weights are not read, so they may be on the meta device.
     """
     unfit = why_unfit(model)
     chains = unfit or why_no_chains(model)
@@ -150,7 +150,7 @@ def abilities(model: PreTrainedModel) -> Abilities:
 RESTARTING = ("falcon_mamba", "jamba", "mamba", "roformer", "trocr", "zamba")
 """Families whose `transformers` code starts the text again when several tokens follow a cache."""
 CACHE_OF_THEIR_OWN = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
-"""Families that keep their states outside a `DynamicCache`: every pass runs the whole text."""
+"""Families that keep their states outside a `DynamicCache`, so every pass runs the whole text."""
 
 
 def why_no_chains(model: PreTrainedModel) -> str | None:

@@ -27,7 +27,9 @@ class _Block:
     rows: Sequence[int]
     starts: Sequence[int]
     positions: tuple[Tensor, ...] | None
-    """Positions to write, a (rows, block) tensor for each device; None if all rows start at the same position."""
+    """Positions that the pass writes, a (rows, block) tensor for each device; None if all rows start at the same
+    position.
+    """
     keys: int
     """Number of positions of the buffers that attention reads."""
 
@@ -94,7 +96,9 @@ class PreallocatedLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the number of cached positions that transformers assumes, which is that of the longest row."""
+        """Return the number of cached positions for transformers, which assumes that all rows are as long as the
+        longest.
+        """
         block = self._owner.block
         return max(block.starts) if block is not None else max(self._owner.lengths)
 
@@ -110,8 +114,8 @@ class PreallocatedCache(Cache):
     be dropped.
 
     ``lengths[row]`` is the number of cached positions of a row. ``text`` contains the tokens of row 0 whose keys are
-    certainly cached. ``states`` are the states after a drafter's taps that were kept, from the first of these tokens
-    on. The decoding loop updates ``text`` and ``states`` in caches that serve several calls.
+    certainly cached. ``states`` are kept states after a drafter's taps, for these tokens from the first on. The
+    decoding loop updates ``text`` and ``states`` in caches that serve several calls.
     """
 
     def __init__(
@@ -135,14 +139,14 @@ class PreallocatedCache(Cache):
         self._taps: tuple[int, ...] = ()
         self._held: tuple[_Buffers, ...] = ()  # buffers of each device; empty before the first block
         self._handed_out: tuple[_Buffers, ...] = self._held
-        """Buffers whose views the layers use; they differ from `_held` only if an interrupt came between the two."""
+        """Buffers whose views the layers use; they differ from `_held` only after an interrupt in between."""
 
     def begin(self, rows: Sequence[int], size: int, device: torch.device, own: Sequence[int] | None = None) -> int:
         """Announce a pass that appends ``size`` positions to each of the ``rows``; return how many keys it reads.
 
-        Only the first ``own[i]`` positions belong to row i (None: all). The rest is padding and never grows the
-        buffers: padding without room overwrites the last position, which no row then uses. Rows with content must be
-        the first ones, in order, because attention reads a slice of the buffers.
+        Only the first ``own[i]`` positions belong to row i (None: all). The rest is padding, which never makes the
+        buffers grow: padding without room overwrites the last position, which no row uses in that case. Rows with
+        content must come first, in order, because attention reads a slice of the buffers.
         """
         starts = [self.lengths[row] for row in rows]
         assert not any(starts) or list(rows) == list(range(len(rows))), f"rows {rows} are not the first ones"
@@ -245,7 +249,7 @@ class PreallocatedCache(Cache):
         """Replace a device's keys or values by a copy with room for ``capacity`` positions; free the old buffer."""
         old: Tensor = getattr(self._held[number], name)
         layers, _, _, held, _ = old.shape
-        if held >= capacity:  # it grew before an error
+        if held >= capacity:  # the buffer grew before an error
             return
         new = self._new_buffer(old, layers, capacity, old.device)
         new[..., :held, :] = old
@@ -288,7 +292,8 @@ class PreallocatedCache(Cache):
     def rewind(self, prompt: Sequence[int], taps: tuple[int, ...] = ()) -> int:
         """Cut row 0 to the longest prefix that it shares with ``prompt[:-1]``; return the prefix's length.
 
-        With ``taps`` the prefix is not longer than the kept states of these layers; states of other layers are dropped.
+        With ``taps`` the prefix ends at the latest where the kept states of these layers end; states of other layers
+        are dropped.
         """
         common = common_length(self.text, prompt[:-1])
         if taps:

@@ -29,8 +29,8 @@ from decoding.model.turns import CacheHolder, CacheTurns, lock_of
 from decoding.rules.tree import TokenTree
 
 _PREFILL_TOKENS = 1 << 14
-"""Most tokens, with padding, in one prefill pass. This many fill a GPU; 32 texts of 8k tokens in one pass would take 40
-GB."""
+"""Largest number of tokens, including padding, in one prefill pass. This many occupy a GPU fully; 32 texts of 8k tokens
+in one pass would take 40 GB."""
 
 
 class CausalLM:
@@ -45,21 +45,21 @@ class CausalLM:
     ) -> None:
         """Wrap a model. A model in training mode is switched to eval mode only during each pass.
 
-        ``output_tokens``: the token id of each output of a draft with a trimmed lm_head (None: all tokens).
+        ``output_tokens``: for a draft with a trimmed lm_head, the token id of each output (None: all tokens).
 
         ``static`` runs steps with fixed shapes: ``graphs`` as CUDA graphs, ``auto`` as CUDA graphs until one cannot be
         recorded, ``eager`` without graphs, for tests. Such a model decodes one batch at a time.
 
-        ``batch_invariant``: the outputs at a token do not depend on the other tokens of its pass, in any dtype, so
-        greedy texts equal plain decoding's, and one text equals the same text in a batch (`BatchInvariant`). Raises
-        UserError for models that run no trees.
+        With ``batch_invariant`` the outputs at a token do not depend on the other tokens of its pass, in any dtype. So
+        greedy texts equal those of plain decoding, and a text is the same alone and in a batch (`BatchInvariant`).
+        Raises UserError for models that run no trees.
         """
         if reason := why_unfit(model):
             raise UserError(reason)
-        leave_out_cudnn()  # here, because every model is wrapped; this also affects decoding by transformers
+        leave_out_cudnn()  # done here, because every model is wrapped; it also affects decoding by transformers
         self.model = model
         self.lock = lock_of(model)
-        """Lock of a decoding step, shared by all wrappers of the model."""
+        """Lock that is held during a decoding step; all wrappers of the model share it."""
         self.output_tokens = None if output_tokens is None else output_tokens.to(model.device)
         text_config = model.config.get_text_config(decoder=True)
         self.num_layers: int = text_config.num_hidden_layers
@@ -87,12 +87,16 @@ class CausalLM:
 
     @property
     def is_static(self) -> bool:
-        """True if steps have fixed shapes, or had them until they gave way; the model then has a single cache."""
+        """True if steps have fixed shapes, or had fixed shapes until a graph could not be recorded; the model then has
+        a single cache.
+        """
         return self._static is not None
 
     @property
     def shapes(self) -> str:
-        """How steps run now, for reports: as ``graphs``, ``eager`` in fixed shapes, or ``off`` (in dynamic shapes)."""
+        """How steps run now, for reports: ``graphs``, ``eager`` (fixed shapes without graphs) or ``off`` (dynamic
+        shapes).
+        """
         if self._static is None or self._static.gave_way:
             return "off"
         return "graphs" if self._static.captures else "eager"
@@ -109,7 +113,7 @@ class CausalLM:
 
     @property
     def device(self) -> torch.device:
-        """Device of the input tokens; a model spread over several devices returns its outputs there."""
+        """Device of the input tokens; a model that is spread over several devices also returns its outputs on it."""
         device: torch.device = self.model.device
         return device
 
@@ -143,7 +147,8 @@ class CausalLM:
     def new_cache(self, capacity: int, rows: int = 1, generation: CacheHolder | None = None) -> PreallocatedCache:
         """Make a cache for ``rows`` texts of about ``capacity`` positions.
 
-        A static model has only one cache, which restarts for ``generation`` after other threads have released it.
+        A static model has only one cache: the call waits until other threads have released it, and then empties it for
+        ``generation``.
         """
         if self._sequential is not None:
             return self._sequential.new_cache(rows)
@@ -274,7 +279,8 @@ class CausalLM:
     def prepare(
         self, cache: PreallocatedCache, rows: int, nodes: Sequence[int], longest: int, taps: Sequence[int] = ()
     ) -> None:
-        """Record the CUDA graphs that the texts in the first ``rows`` will need soon, before their steps are timed.
+        """Record the CUDA graphs that the texts in the first ``rows`` rows will need soon, before their steps are
+        timed.
 
         ``nodes``: sizes of the coming trees. ``longest``: final length of the longest text, in positions. ``taps``:
         layers after which states will be read. Without graphs it does nothing.

@@ -16,8 +16,8 @@ from decoding.rules.tree import TokenTree
 def pass_over(curve: Mapping[int, float], size: float) -> float:
     """Return the seconds of a target pass over ``size`` new tokens per row, the root included.
 
-    ``curve`` maps measured sizes to seconds; v(n) is its shape. It is linear between them and constant before the first
-    size. After the last size it continues the last segment, but never decreases.
+    ``curve`` maps measured sizes to seconds. Between these sizes the curve is linear, and before the first size it is
+    constant. After the last size it continues the last segment, but never decreases.
     """
     points = sorted(curve.items())
     after = bisect_right(points, (size, math.inf))
@@ -29,7 +29,7 @@ def pass_over(curve: Mapping[int, float], size: float) -> float:
 
 
 class _Passes:
-    """Timer of passes over new tokens after ``prefix`` cached tokens in each of ``rows`` texts."""
+    """Timer of passes over new tokens, with ``prefix`` cached tokens in each of ``rows`` texts."""
 
     def __init__(self, model: CausalLM, sizes: Sequence[int], prefix: int, rows: int) -> None:
         most = max(sizes)
@@ -66,7 +66,7 @@ def measure_costs(
 
     Each of ``rows`` texts has n new tokens. The passes alternate, so other load on the machine affects all alike. No
     round begins after ``seconds``, but at least three rounds are measured. If a pass looks cheaper than a pass over
-    fewer tokens, that is noise, and it gets the larger cost.
+    fewer tokens, this is noise, so the pass gets the larger cost.
     """
     passes = _Passes(target, sizes, prefix, rows)
     warm_up, began = 2, time.perf_counter()

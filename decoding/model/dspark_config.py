@@ -1,8 +1,8 @@
 """Configs of DSpark and DFlash drafts: DeepSpec's flat ``config.json``, and other trainers' spellings.
 
-Configs name the taps differently. ``target_layer_ids`` (DeepSpec, and SpecForge and z-lab in a ``dflash_config``)
-counts layers from 0. ``aux_hidden_state_layer_ids`` (speculators) and ``eagle_aux_hidden_state_layer_ids`` count the
-state before the first layer as 0.
+Different configs number the taps differently. ``target_layer_ids`` (DeepSpec, and SpecForge and z-lab in a
+``dflash_config``) counts layers from 0. ``aux_hidden_state_layer_ids`` (speculators) and
+``eagle_aux_hidden_state_layer_ids`` count the state before the first layer as 0.
 """
 
 from collections.abc import Mapping
@@ -33,10 +33,10 @@ _TAKEN: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1.0),
     "hidden_act": (None, "silu"),
 }
-"""Settings of other trainers that change the computation, with the values supported here."""
+"""Settings of other trainers that change the computation, and the values that are supported here."""
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 GPU_HEAD_DIMS = (64, 128)
-"""Sizes of attention heads for which servers have kernels, and sizes that also have kernels on GPUs."""
+"""Sizes of attention heads for which servers have kernels, on any device and on GPUs."""
 REMEDY = "use a DSpark or DFlash draft as headstart, DeepSpec, speculators, SpecForge or z-lab write it"
 _THIS_TARGET = "use a draft trained on this target"
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
@@ -44,8 +44,9 @@ _FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Sight(NamedTuple):
-    """What the slots of a layer see: the last ``window`` positions with their own (None: all earlier ones), and later
-    slots of the block unless ``causal``."""
+    """What the slots of a layer see: the last ``window`` positions including the slot itself (None: all earlier
+    positions), and unless ``causal`` also later slots of the block.
+    """
 
     window: int | None = None
     causal: bool = False
@@ -59,7 +60,7 @@ class DSparkConfig:
     states are read. ``num_target_layers`` is None if it is unknown. ``mask_token_id``: a token that does not occur in
     texts. ``block_size``: K, the number of tokens drafted in one forward pass. ``slots``: the number of tokens that run
     in one forward pass. ``sample_from_anchor``: slot j predicts token j after the newest one. If it is False, each mask
-    predicts the token in its own place, and the block has one more token, which files of DFlash and speculators count
+    predicts the token at the mask's own position, and the block has one more token, which DFlash and speculators count
     in ``block_size``.
 
     ``markov_rank`` 0 means that there is no bias, as in DFlash and in ablations of DSpark. ``tree``: the paths of ranks
@@ -67,9 +68,9 @@ class DSparkConfig:
     writes, with its own lm_head; None means all tokens, with the target's lm_head.
 
     ``layer_types``: for each layer, whether it attends to the whole text or to the last ``sliding_window`` positions;
-    if empty, all layers attend to the whole text. ``is_causal``: whether slots see only earlier slots; None means in
-    sliding layers only. ``rope_scaling``: transformers' ``rope_parameters`` without the base; empty means unscaled.
-    ``markov_head_type``: the class of the bias, see `decoding.model.markov`.
+    if empty, all layers attend to the whole text. ``is_causal``: whether slots see only earlier slots; None means that
+    this is so only in sliding layers. ``rope_scaling``: transformers' ``rope_parameters`` without the base; empty means
+    unscaled. ``markov_head_type``: the class of the bias, see `decoding.model.markov`.
     """
 
     hidden_act: ClassVar[str] = "silu"
@@ -169,7 +170,7 @@ class DSparkConfig:
     def _scaled(self) -> tuple[Float[Tensor, " pairs"], float]:
         """Scaled frequencies of each pair of dimensions, and the factor on sines and cosines.
 
-        For ``dynamic`` and ``longrope`` they are the ones that transformers uses within the context of the pretraining.
+        For ``dynamic`` and ``longrope``, transformers uses these frequencies within the context length of pretraining.
         """
         config = Qwen3Config(
             head_dim=self.head_dim,
@@ -188,7 +189,7 @@ class DSparkConfig:
 
     @property
     def sights(self) -> tuple[Sight, ...]:
-        """What the slots of each layer see. As in servers, a window also hides early slots of a long block."""
+        """What the slots of each layer see. A window also hides early slots of a long block, as in servers."""
         sliding = [kind == SLIDING for kind in self.layer_types or (_FULL,) * self.num_hidden_layers]
         causal = [slides if self.is_causal is None else self.is_causal for slides in sliding]
         windows = [self.sliding_window if slides else None for slides in sliding]
@@ -206,7 +207,7 @@ class DSparkConfig:
 
     @property
     def outputs(self) -> int:
-        """The number of tokens that the draft writes."""
+        """The number of different tokens that the draft can write."""
         return self.draft_vocab_size or self.vocab_size
 
     def check_fits(self, target: CausalLM) -> None:
@@ -236,7 +237,7 @@ class DSparkConfig:
             own["block_size"] = self.slots
             own["dflash_config"] = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layer_ids}
         if scaling:
-            own["rope_scaling"] = scaling  # for readers of transformers 4's keys, as is the next one
+            own["rope_scaling"] = scaling  # this key and the next are for readers of transformers 4's keys
         return {
             "architectures": [WITHOUT_BIAS if self.is_dflash else ARCHITECTURE],
             "model_type": "qwen3",
@@ -316,7 +317,7 @@ def _is_causal(flat: Mapping[str, Any], of_speculators: bool) -> bool | None:
 
 
 def _rotary(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the base and the scaling of the rotary embeddings, under transformers 5's keys or transformers 4's."""
+    """Return the base and the scaling of the rotary embeddings, from the keys of transformers 5 or transformers 4."""
     rope = dict(flat.get("rope_parameters") or flat.get("rope_scaling") or {})
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise UserError("its rotary embeddings differ by type of layer")

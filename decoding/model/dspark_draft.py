@@ -49,13 +49,13 @@ _OF_FILES = {
     "confidence.weight": "confidence_head.proj.weight",
     "confidence.bias": "confidence_head.proj.bias",
 }
-"""Our tensor names -> the names in files, where they differ."""
+"""Maps our tensor names to the names in files, if they differ."""
 _BIASES = {"vanilla": MarkovBias, "gated": GatedBias, "rnn": RecurrentBias}
 _MASK = "use a draft whose mask is one of the target's tokens"
 _TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
-"""Tensors that some trainers store: copies of target weights, and maps to ids of the target. Most are not loaded."""
+"""Tensors that some trainers store: copies of the target's weights, and maps to its ids. Most are not loaded."""
 _OF_REDUCED = ("lm_head.weight", "d2t")
-"""The tensors among them that are loaded if the draft writes only some of the target's tokens."""
+"""The tensors in `_TARGETS_OWN` that are loaded if the draft writes only some of the target's tokens."""
 
 
 class _Attention(nn.Module):
@@ -104,7 +104,9 @@ class _Layer(nn.Module):
 
 
 def _seen(sight: Sight, mask: Tensor | None, at: Tensor, keys_at: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return the additive mask of a layer's slots, at positions ``at``: ``mask`` without what the layer cannot see."""
+    """Return the additive mask of a layer's slots, which are at positions ``at``: ``mask``, with keys that the layer
+    cannot see hidden as well.
+    """
     if sight == Sight():
         return mask
     assert keys_at is not None, "windows and causal blocks need the keys' positions"
@@ -115,11 +117,14 @@ def _seen(sight: Sight, mask: Tensor | None, at: Tensor, keys_at: Tensor | None,
 
 
 Held = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Function (layer index, the block's keys, its values) -> all keys and values to which the block attends."""
+"""Function from a layer's index and a block's keys and values to all keys and values that the block sees."""
 
 
 class DSparkDraft(nn.Module):
-    """The weights of a draft; callers provide the target's embedding, and its lm_head unless the draft has its own."""
+    """The weights of a draft.
+
+    Callers provide the target's embedding, and also the target's lm_head unless the draft has one.
+    """
 
     d2t: Tensor
 
@@ -197,7 +202,9 @@ class DSparkDraft(nn.Module):
         return normed_last
 
     def sure(self, hidden: Float[Tensor, "*slots hidden"], before: Int[Tensor, " *slots"]) -> Float[Tensor, " *slots"]:
-        """Return the logit of each slot's acceptance, given that the token before it was accepted."""
+        """Return for each slot the logit of the probability that its token is accepted if the token before was
+        accepted.
+        """
         assert self.confidence is not None, "this draft lacks a confidence head"
         if self.markov is not None and self.config.confidence_head_with_markov:
             hidden = torch.cat((hidden, self.markov.embedding(before).detach().to(hidden)), -1)
@@ -244,9 +251,8 @@ def read_described(folder: Path) -> tuple[DSparkConfig, dict[str, StoredTensor]]
 
 
 def check_ends(folder: Path, target: CausalLM) -> None:
-    """Raise UserError if the embedding, lm_head or ids in a folder differ from the target's by more than rounding.
-
-    The lm_head of a draft that writes only some of the target's tokens is its own.
+    """Raise UserError if the embedding, lm_head or ids in a folder differ from those of the target by more than
+    rounding. A draft that writes only some of the target's tokens has a different lm_head, which is not compared.
     """
     reduced = read_dspark_config(folder).draft_vocab_size is not None
     ends: dict[str, Any] = {
@@ -291,7 +297,7 @@ class PairedDSpark:
     def logits(
         self, hidden: Float[Tensor, "rows slots hidden"], count: int | None = None
     ) -> Float[Tensor, "rows count outputs"]:
-        """Return the logits of the next ``count`` tokens (None: all K), as in servers, without the bias."""
+        """Return the logits of the next ``count`` tokens (None: all K) without the bias, as servers compute them."""
         first = self.config.slots - self.config.block_size
         read = hidden[:, first : first + (count or self.config.block_size)]
         # Made contiguous, because torch multiplies a strided slice by a frozen weight via copies, which is far slower.
@@ -303,7 +309,7 @@ class PairedDSpark:
         return self.draft.output_tokens
 
     def block_bias(self, hidden: Float[Tensor, "rows slots hidden"], newest: Tensor) -> BlockBias | None:
-        """Return the bias in these blocks if it depends on more than the previous token; otherwise return None."""
+        """Return the bias for these blocks, or None if the bias depends only on the previous token or is missing."""
         if self.draft.markov is None or self.config.markov_head_type == "vanilla":
             return None
         return BlockBias(self.draft.markov, hidden, newest, self.config.slots - self.config.block_size)

@@ -18,11 +18,11 @@ from decoding.model.forward import ModelOutput, run_model
 from decoding.rules.tree import TokenTree, TreeShape
 
 _APPENDED_TOKENS = 1 << 10
-"""Most tokens that all rows together append in one pass; they are limited because each has a mask row over all keys."""
+"""Largest number of tokens in one appending pass, because each has a mask row over all keys."""
 
 
 _LARGEST_STORED = 256
-"""Nodes of the largest tree whose shape is kept on the device. Larger shapes are appended text, which rarely recurs."""
+"""Shapes of up to this many nodes are kept on the device. Larger ones are appended text and rarely recur."""
 
 
 def blocked_keys(
@@ -36,8 +36,8 @@ def blocked_keys(
     """Mark, among a row's first ``keys`` positions, those to which each node must not attend.
 
     A row's keys are its prefix, then the tree's nodes from ``begin`` on, then padding. ``depths`` are the depths of the
-    running nodes, ``key_depths`` the depths of all nodes. ``hidden_from`` marks nodes that are not on a node's own
-    path.
+    running nodes, and ``key_depths`` are the depths of all nodes. ``hidden_from`` marks, for each node, the nodes that
+    are not on the path to it.
     """
     key, span = torch.arange(keys, device=begin.device)[None], key_depths.shape[1]
     node = (key - begin).clamp(0, span - 1)
@@ -111,7 +111,9 @@ class TreeMasks:
         return (self._stored if len(shape) <= _LARGEST_STORED else self._of_shape)(shape)
 
     def _of_shape(self, shape: TreeShape) -> tuple[Tensor, Tensor]:
-        """Return, on the model's device, the depths of a tree's nodes and a mask of the nodes hidden from each."""
+        """Return, on the model's device, the depths of a tree's nodes and a mask of the nodes to which each must not
+        attend.
+        """
         both = shape.depth_tensor, ~shape.ancestor_mask
         depths, hidden = (tensor.to(self._model.device, non_blocking=True) for tensor in both)
         return depths, hidden
@@ -183,7 +185,7 @@ class DynamicSteps:
     ) -> ModelOutput:
         """Run the nodes of each tree from ``first`` on; the cache keeps the first ``kept`` of these nodes (None: all).
 
-        Returns (rows, nodes, hidden) and (rows, nodes, vocab), at the positions that ``select`` picks. ``taps``: also
+        Returns (rows, nodes, hidden) and (rows, nodes, vocab) for the nodes that ``select`` picks. ``taps``: also
         return each row's states at all nodes, with padding.
         """
         counts = [len(tree) - skipped for tree, skipped in zip(trees, first, strict=True)]

@@ -41,15 +41,15 @@ _THIS_TARGET = "use a draft trained on this target"
 class Eagle3Config:
     """Sizes and flags of a draft, mostly named as in ``config.json``; raises UserError for sizes that do not fit.
 
-    ``hidden_size`` and ``vocab_size`` are the target's. ``draft_vocab_size``: the number of tokens that the draft
-    writes. ``target_layer_ids``: the target's layers (from 0) after which states are read; empty for the three default
-    layers, which depend on the target's depth.
+    ``hidden_size`` and ``vocab_size`` are the target's. ``draft_vocab_size``: the number of different tokens that the
+    draft can write. ``target_layer_ids``: the target's layers (from 0) after which states are read; empty for the three
+    default layers, which depend on the target's depth.
 
     ``norm_before_residual``: the residual stream starts from the normed state. ``norm_before_fc``: one norm over all
     taps. ``fc_norm``: one norm per tap. ``norm_output``: the next step reads the state after the final norm.
 
-    ``sliding_window``: a slot attends to this many slots, itself included; None: to all before it. ``qk_norm``: the
-    queries and keys of each head are normed, as in Qwen 3.
+    ``sliding_window``: a slot attends to this many slots, including itself; None means to all slots before it.
+    ``qk_norm``: the queries and keys of each head are normed, as in Qwen 3.
     """
 
     hidden_act: ClassVar[str] = "silu"
@@ -103,7 +103,7 @@ class Eagle3Config:
         return len(self.target_layer_ids) or _DEFAULT_TAPS
 
     def frequencies(self) -> tuple[torch.Tensor, float]:
-        """Return the rotary embedding's frequencies, (head_dim / 2,) in fp32, and the factor of cosine and sine."""
+        """Return the rotary embedding's frequencies, (head_dim / 2,) in fp32, and the factor on cosine and sine."""
         rotary = LlamaRotaryEmbedding(
             LlamaConfig(
                 hidden_size=self.num_attention_heads * self.head_dim,
@@ -145,7 +145,7 @@ class Eagle3Config:
             own |= {"use_sliding_window": True, "layer_types": [SLIDING]}
         if layers and not _is_default(layers):
             own |= self.named_layers()
-        if rope["rope_type"] != "default":  # for readers of transformers 4's keys, as rope_theta
+        if rope["rope_type"] != "default":  # this key and rope_theta are for readers of transformers 4's keys
             own["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
         return {
             "architectures": [_OF_QWEN3 if of_qwen3 else _ARCHITECTURE],
@@ -165,7 +165,7 @@ class Eagle3Config:
 
 
 def usual_layers(count: int) -> tuple[int, int, int]:
-    """Return the same as `default_layers`, also for a target that has too few layers for them."""
+    """Return the same as `default_layers`, even if the target has too few layers for them."""
     return (1, count // 2 - 1, count - 4)
 
 
@@ -233,7 +233,7 @@ def _config_of(stored: Mapping[str, Any]) -> Eagle3Config:
         f"it is {width} wide for a target {of_target} wide": of_target not in (None, width),
         "it reads no states between the target's layers": own.get("use_aux_hidden_state") is False,
     }
-    # A nested file without norm_before_residual means false, which speculators reads; vLLM takes true.
+    # In a nested file a missing norm_before_residual means false, as speculators reads it; vLLM assumes true.
     for problem in (problem for problem, applies in refused.items() if applies):
         raise UserError(problem)
     known = {size.name: flat[size.name] for size in fields(Eagle3Config) if flat.get(size.name) is not None}

@@ -3,8 +3,8 @@
 Slot p of a text pairs the embedding of token p + 1 with the target's states at token p, taken after several layers
 (`decoding.model.forward`) and mapped to one vector by ``fc``. The layer attends to earlier slots and computes a state,
 from which the draft's own lm_head predicts token p + 2. Beyond the text the draft continues with its own states: the
-next slot pairs the drafted token with the state of the previous slot, without ``fc``. ``d2t`` is the difference from
-each output's number to its token.
+next slot pairs the drafted token with the state of the previous slot, without ``fc``. ``d2t`` contains, for each
+output, its token minus the output's number.
 """
 
 import json
@@ -124,7 +124,7 @@ class Eagle3Draft(nn.Module):
         self.d2t.copy_(d2t_of(tokens))
 
     def fused(self, states: Float[Tensor, "*batch slots taps"]) -> Float[Tensor, "*batch slots hidden"]:
-        """Return what the draft reads of the target's states after its layers, concatenated."""
+        """Map the target's states after the draft's layers, concatenated, to the vector that the draft reads."""
         states = states.to(self.fc.weight)
         if self.input_norm is not None:
             states = self.input_norm(states)
@@ -144,9 +144,9 @@ class Eagle3Draft(nn.Module):
     ) -> Float[Tensor, "batch slots hidden"]:
         """Run slots; return their states.
 
-        ``states``: what each slot continues from, by `fused` or `recycled`. ``held`` adds the keys and values of other
-        slots. ``mask`` is true where a slot attends, or additive; without one a single slot attends to everything, and
-        several slots attend to one another causally.
+        ``states`` are the inputs of the slots, from `fused` or `recycled`. ``held`` adds the keys and values of other
+        slots. ``mask`` is additive, or true at keys to which a slot attends. Without a mask a single slot attends to
+        everything, and several slots attend to one another causally.
         """
         layer = self.midlayer
         normed = layer.hidden_norm(states)
@@ -157,14 +157,14 @@ class Eagle3Draft(nn.Module):
         return ran
 
     def recycled(self, states: Float[Tensor, "*slots hidden"]) -> Float[Tensor, "*slots hidden"]:
-        """Return what the next slot continues from, given the states of slots."""
+        """Return the inputs of the next slots, given the states of slots."""
         if not self.config.norm_output:
             return states
         normed: Tensor = self.norm(states)
         return normed
 
     def logits(self, states: Float[Tensor, "*slots hidden"]) -> Float[Tensor, "*slots outputs"]:
-        """Return the logits of the token after each slot's, over the draft's own outputs."""
+        """Return for each slot the logits of the token that it predicts, over the draft's own outputs."""
         logits: Tensor = self.lm_head(self.norm(states))
         return logits
 
@@ -207,7 +207,7 @@ class Eagle3Draft(nn.Module):
 
 
 def _ours(name: str) -> str:
-    """Return our name of a tensor: some trainers number the layer."""
+    """Return our name of a tensor: the names of some trainers contain the number of the layer."""
     return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
 
 

@@ -24,13 +24,13 @@ from decoding.errors import UserError
 
 _GROUPED = "headstart"
 _LAID_OUT: ContextVar[dict[int, tuple[Tensor, Tensor]] | None] = ContextVar("laid_out", default=None)
-"""Masks of the current pass by id, each with its repeated form; all layers of the same kind share a mask."""
+"""Maps ids of the current pass's masks to the mask and its repeated form; layers of one kind share a mask."""
 
 Result = TypeVar("Result")
 
 
 class OutputLayer(nn.Linear):
-    """Linear layer from hidden states to the vocabulary, as code that trains on a target uses it."""
+    """Linear layer from hidden states to the vocabulary, with the interface that training uses."""
 
     def forward(self, hidden: Tensor, read: Callable[[Tensor, Tensor], Any] = F.linear) -> Any:
         """Return ``read(hidden, weight)``: by default the logits.
@@ -53,7 +53,8 @@ def _lm_head(model: nn.Module) -> nn.Linear:
 
 @contextmanager
 def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
-    """Collect the lm_head's input, (batch, positions, hidden), in this thread's passes of the model in the context.
+    """Inside the context, collect the lm_head's input, (batch, positions, hidden), in this thread's passes of the
+    model.
 
     With ``select`` the lm_head reads only ``select(hidden)``, which saves logits that nobody needs. The captured tensor
     is always the whole input.
@@ -65,7 +66,7 @@ def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] |
         if get_ident() != thread:  # another thread's pass of the same model
             return None
         captured.append(args[0])
-        # Contiguous: torch multiplies a strided slice by a frozen weight in batches over copies of it, far more slowly.
+        # Made contiguous, because torch multiplies a strided slice by copies of a frozen weight, which is far slower.
         return (select(args[0]).contiguous(), *args[1:]) if select else None
 
     with hooked(_lm_head(model).register_forward_pre_hook, hook):
@@ -94,7 +95,7 @@ def hooked(register: Callable[[Any], Any], hook: Callable[..., Any]) -> Iterator
 @contextmanager
 def replaced_forward(layer: Any, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace a layer's ``forward`` inside the context."""
-    own = vars(layer).get("forward")  # a launcher may have set one on the instance
+    own = vars(layer).get("forward")  # a launcher may have set a ``forward`` on the instance
     layer.forward = forward
     try:
         yield
@@ -121,7 +122,8 @@ def lm_head_input(model: nn.Module, inputs: Mapping[str, Any]) -> Float[Tensor, 
 
 
 def run_in_lm_head(model: nn.Module, hidden: Tensor, work: Callable[[Tensor, Tensor], Result]) -> Result:
-    """Call the lm_head on ``hidden`` with ``work(hidden, weight)`` instead of its ``forward``; return work's result.
+    """Call the lm_head on ``hidden`` with ``work(hidden, weight)`` instead of its ``forward``; return the result of
+    ``work``.
 
     A loss that is computed from the lm_head's weight must be the result of the layer itself. Launchers shard the weight
     and gather it around the layer's forward pass; in the backward pass DeepSpeed's ZeRO-3 gathers it only for the
@@ -154,8 +156,8 @@ def capture_taps(
     """Collect the outputs of layers ``taps`` (increasing, from 0) out of ``count``, in this thread's passes.
 
     The outputs equal transformers' ``hidden_states[tap + 1]``, except for the last layer, whose entry in transformers
-    is taken after the final norm. Each pass in the context adds one tensor, in which the states of each position are
-    concatenated. Without taps nothing is collected.
+    is taken after the final norm. Each pass inside the context adds one tensor, in which the states of each position
+    are concatenated. Without taps nothing is collected.
     """
     captured: list[Tensor] = []
     parts: dict[int, Tensor] = {}
@@ -188,7 +190,7 @@ def capture_taps(
 def begun_behind(
     model: nn.Module, count: int, tap: int, states: Float[Tensor, "batch positions hidden"], in_tuple: bool = False
 ) -> Iterator[None]:
-    """Skip the layers up to ``tap`` (of ``count``) in the context's passes, which start from ``states`` instead.
+    """Inside the context, passes skip the layers up to ``tap`` (of ``count``) and start from ``states`` instead.
 
     ``in_tuple``: layers of this family return their states in a tuple.
     """
@@ -250,9 +252,9 @@ def run_model(
 
     ``positions`` is None if the model does not take positions. ``cache`` is a cache, or a dict from the model's
     argument name to a cache. ``mask`` is an additive mask (rows, 1, size, keys), a dict of masks by layer type, or None
-    for `transformers`' own. ``select`` picks the positions, (rows, some, hidden), for the lm_head and the output (None:
-    all). ``taps`` are the layers whose outputs are returned as ``states``, at all positions (`capture_taps`). Outputs
-    are on the tokens' device.
+    for the masks of `transformers`. ``select`` picks the positions, (rows, some, hidden), for the lm_head and the
+    output (None: all). ``taps`` are the layers whose outputs are returned as ``states``, at all positions
+    (`capture_taps`). Outputs are on the tokens' device.
     """
     layers = model.config.get_text_config(decoder=True).num_hidden_layers if taps else 0
     with (
@@ -289,8 +291,8 @@ def leave_out_cudnn() -> None:
 def copy_free_attention(model: PreTrainedModel) -> Iterator[None]:
     """Let a model with sdpa attention use `grouped_attention` inside the context.
 
-    Models that do not look up their attention in `transformers`' interface (such as Falcon) are left unchanged. With an
-    unknown name they would use eager attention with masks made for sdpa.
+    Models that do not look up their attention in `transformers`' interface (such as Falcon) are left unchanged, because
+    with an unknown name they would use eager attention with masks made for sdpa.
     """
     if not model._supports_attention_backend or model.config._attn_implementation != "sdpa":
         yield

@@ -43,11 +43,11 @@ _THIS_TARGET = "use heads trained on this target"
 class MedusaConfig:
     """Sizes of the heads and the tree that they draft; an impossible size or tree raises UserError.
 
-    ``tree`` lists paths of ranks: ``(0, 2)`` is head 1's third best token after head 0's best. Every prefix must be
-    listed. ``shared_lm_head``: the heads use the target's lm_head instead of output layers. ``markov_rank``: rank of
-    the `MarkovBias` that all heads share; 0 means no bias. ``linear``: each head first maps the state linearly.
-    ``draft_vocab_size``: the number of tokens that the heads write, with one shared lm_head whose rows are copies of
-    rows of the target's; None means all of the target's tokens.
+    ``tree`` lists paths of ranks: ``(0, 2)`` is the third best token of head 1 after the best token of head 0. Every
+    prefix must be listed. ``shared_lm_head``: the heads use the target's lm_head instead of output layers.
+    ``markov_rank``: rank of the `MarkovBias` that all heads share; 0 means no bias. ``linear``: each head first maps
+    the state linearly. ``draft_vocab_size``: the number of different tokens that the heads can write, with one shared
+    lm_head of copied rows of the target's lm_head; None means all tokens of the target.
     """
 
     hidden_size: int
@@ -82,7 +82,7 @@ class MedusaConfig:
 
     @property
     def outputs(self) -> int:
-        """The number of tokens that the heads write."""
+        """The number of different tokens that the heads can write."""
         return self.draft_vocab_size or self.vocab_size
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -159,7 +159,9 @@ class MedusaHead(nn.Module):
     def written(
         self, features: Float[Tensor, "*batch hidden"], lm_head: nn.Module | None
     ) -> Float[Tensor, "*batch vocab"]:
-        """Return the logits from the head's output layer or the target's, in that layer's dtype and on its device."""
+        """Return the logits from the output layer of the head or the target, in the dtype and on the device of that
+        layer.
+        """
         writer = lm_head if self.lm_head is None else self.lm_head
         if writer is None:
             raise UserError("these heads share the target's lm_head: pass it as lm_head")
@@ -170,7 +172,7 @@ class MedusaHead(nn.Module):
 class MedusaHeads(nn.Module):
     """All heads of a target, in the order of the tokens that they predict.
 
-    With a ``draft_vocab_size`` all logits are over the heads' own outputs, whose tokens are `output_tokens`.
+    With a ``draft_vocab_size`` the logits have one entry for each of `output_tokens` instead of the whole vocabulary.
     """
 
     d2t: Tensor
@@ -190,7 +192,7 @@ class MedusaHeads(nn.Module):
     def for_target(target: nn.Module, config: MedusaConfig) -> "MedusaHeads":
         """Make untrained heads: each output layer is a copy of the target's lm_head, and each block is the identity.
 
-        A Markov bias is zero. With a ``draft_vocab_size``, call `write_only` next.
+        A Markov bias starts at zero. With a ``draft_vocab_size``, call `write_only` next.
         """
         lm_head: nn.Linear = target.get_output_embeddings()  # type: ignore[operator]  # nn.Module's getattr
         if getattr(lm_head, "bias", None) is not None:
@@ -212,7 +214,7 @@ class MedusaHeads(nn.Module):
 
     @property
     def output_tokens(self) -> Int[Tensor, " outputs"] | None:
-        """The token of each output, in increasing order; None if output i is token i."""
+        """The token ids of the outputs, in increasing order; None if the outputs are the whole vocabulary."""
         return None if self.lm_head is None else tokens_of(self.d2t)
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 POSITIONS = 32
-"""Positions in one product with weights. A tree of up to 31 drafted tokens reads the weights once."""
+"""Number of positions in one product with weights. For a tree of up to 31 drafted tokens the weights are read once."""
 
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 _PRODUCTS: dict[Any, int] = {F.linear: 0, torch.addmm: 1, **dict.fromkeys(_MATMULS, 0)}
@@ -56,7 +56,9 @@ def _in_blocks(product: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
 
 
 def _by_expert(states: Tensor, weights: Tensor, offs: Tensor, bias: Tensor | None = None, **kwargs: Any) -> Tensor:
-    """Multiply the states of each expert, which end at ``offs``, by the expert's weights (experts, hidden, width)."""
+    """Multiply each expert's states by the expert's weights (experts, hidden, width); ``offs`` are the ends of the
+    experts' states.
+    """
     assert bias is None, "transformers adds biases of experts itself"
     starts = [0, *offs.tolist()]
     parts = [

@@ -44,7 +44,7 @@ from decoding.model.heads import MedusaHeads, read_config
 from decoding.model.vocabulary import trimmed_vocabulary
 
 _LOGGER = logging.getLogger(__name__)
-_SHARE = 0.9  # share of a GPU's free memory for weights; the cache and passes need the rest
+_SHARE = 0.9  # share of a GPU's free memory that weights may take; the cache and passes need the rest
 
 
 def load_model(
@@ -55,7 +55,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal LM from a folder or ORG/NAME[@REVISION], with every weight in safetensors files.
 
-    ``dtype`` may be a name as in `parse_dtype`; "auto" keeps the stored dtype, and None is ``fast``. ``device`` None:
+    ``dtype`` may be a name for `parse_dtype`; "auto" keeps the stored dtype, and None means ``fast``. ``device`` None:
     the first GPU, or the CPU without one; weights that do not fit on the first of several GPUs are spread over all
     GPUs. The config is compared with the weights before the model is built. Raises UserError for an unknown dtype or
     device, and if the model cannot be read, lacks weights, or is too large for all GPUs together.
@@ -109,7 +109,9 @@ def load_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Return the transformers class that builds a config's causal LM; image-text models are loaded whole."""
+    """Return the transformers class that builds a config's causal LM; for models of images and text, the class of the
+    whole model.
+    """
     sides = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if sides else AutoModelForCausalLM
 
@@ -142,7 +144,8 @@ def _stored_generation_config(name: str, trust_remote_code: bool) -> GenerationC
 
 
 def _that_or_base(folder: Path, pattern: str) -> Path:
-    """Return the folder if it contains a file that matches; otherwise the first base model of its adapters that does.
+    """Return the folder if it contains a matching file; otherwise the first base model of its adapters that contains
+    one.
 
     Raises UserError if adapters lead back to themselves, here or on the Hub.
     """
@@ -206,7 +209,7 @@ _OWN_TOKENIZER = "use a draft trained with the target's tokenizer"
 
 
 def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-    """Raise UserError if the draft's token ids stand for other texts; vocabularies may differ in padding."""
+    """Raise UserError if the draft's token ids stand for different texts than the target's; padding may differ."""
     target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
     differing = [token for token, index in draft_vocab.items() if target_vocab.get(token, index) != index]
     unknown = [token for token in draft_vocab if token not in target_vocab]
@@ -298,8 +301,8 @@ def eagle3_folder(name: str | Path) -> Path | None:
 def load_eagle3(name: str | Path, target: CausalLM) -> Eagle3Draft:
     """Load an EAGLE-3 draft in the target's dtype and on its device; sizes are checked before weights.
 
-    Its config then names the target's layers, even if they are the default ones. Raises UserError if its embedding
-    differs from the target's.
+    Afterwards its config names the target's layers, even if they are the default layers. Raises UserError if its
+    embedding differs from the target's.
     """
     folder = local_folder(name)
     if not is_eagle3_folder(folder):

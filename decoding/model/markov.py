@@ -20,7 +20,7 @@ class MarkovBias(nn.Module):
     """Bias of rank ``rank`` on ``outputs`` logits after one of ``vocab_size`` tokens; zero at the start.
 
     ``spread`` is the standard deviation of the embedding's initial weights. An optimizer whose steps do not depend on
-    the gradients' size, such as AdamW, learns the bias in proportion to it.
+    the size of gradients, such as AdamW, learns the bias at a speed proportional to ``spread``.
     """
 
     def __init__(self, vocab_size: int, outputs: int, rank: int, hidden: int = 0, spread: float = 0.02) -> None:
@@ -42,7 +42,7 @@ class MarkovBias(nn.Module):
         hidden: Float[Tensor, "*nodes hidden"],
         memory: Float[Tensor, "*nodes rank"],
     ) -> tuple[Float[Tensor, "*nodes rank"], Float[Tensor, "*nodes rank"]]:
-        """Return the factor that `output` multiplies after these tokens, and the memory of the next position.
+        """Return the factor that `output` multiplies after these tokens, and the memory for the next position.
 
         ``hidden`` is the lm_head's input at the position, and ``memory`` is zero in a block's first slot.
         """
@@ -107,7 +107,7 @@ class BlockBias:
     def factor(
         self, depth: int, rows: Int[Tensor, " nodes"], before: Int[Tensor, " nodes"]
     ) -> Float[Tensor, "nodes rank"]:
-        """Return `MarkovBias.factor` of nodes at a depth (from 0) of these rows, after the tokens ``before``."""
+        """Return `MarkovBias.factor` for nodes at a depth (from 0) of these rows, after the tokens ``before``."""
         rows, before = rows.to(self._hidden.device), before.to(self._hidden.device)
         state = self._hidden[rows, self._first + depth]
         factor, self._memory[rows] = self._bias.factor(before, state, self._memory[rows])

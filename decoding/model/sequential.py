@@ -1,4 +1,5 @@
-"""Chains, row by row, on models that cannot run trees: with recurrent states, chunks or positions by token order.
+"""Chains, row by row, on models that cannot run trees because they have recurrent states, chunks or positions by token
+order.
 
 A recurrent state cannot drop a rejected token, so the states after a prefix are kept. Each pass runs the tokens that
 were accepted after this prefix, followed by the new draft. If the whole draft is accepted, the prefix moves to its end.
@@ -20,14 +21,14 @@ from decoding.model.cache import PreallocatedCache
 from decoding.model.forward import ModelOutput, run_model
 
 MOST_FED_AGAIN = 8
-"""Most accepted tokens of a row that wait to run with a draft; if more are waiting, the next step runs them alone.
-
-Chosen from 0, 4, 8, 12, 16, 24 and 32 by counts in the loop, for acceptance 0.3 to 0.9 (dev/log/2026-11-25.md).
+"""Up to this many accepted tokens of a row wait to run together with a draft; if more are waiting, the next step runs
+them alone. The value was chosen from 0, 4, 8, 12, 16, 24 and 32 by counts in the loop, for acceptance 0.3 to 0.9
+(dev/log/2026-11-25.md).
 """
 
 
 class SequentialCache(PreallocatedCache):
-    """Tokens of each row, and a restorable `transformers` cache of a prefix.
+    """The tokens of each row, and a `transformers` cache of a prefix that can be restored.
 
     Without a cache, each pass runs the whole text.
     """
@@ -73,7 +74,7 @@ class SequentialCache(PreallocatedCache):
 
 
 class _Row:
-    """One text: its tokens, a cache of the first ``_live`` tokens, and the states after the first ``_kept``."""
+    """One text: its tokens, a cache of the first ``_live`` tokens, and the states after the first ``_kept`` tokens."""
 
     def __init__(self, new: Callable[[], Cache] | None) -> None:
         self.tokens: list[int] = []
@@ -110,7 +111,7 @@ class _Row:
                     cropped = name in _GROWING and isinstance(value, int)
                     setattr(layer, name, getattr(layer, name)[..., :value, :] if cropped else value)
             self._live = self._kept
-        else:  # the states that were kept belong to a longer text
+        else:  # the kept states belong to a longer text
             self.restart()
 
     def restart(self) -> None:
@@ -123,7 +124,9 @@ _GROWING = ("keys", "values", "indexer_keys")
 
 
 def _states_of(layer: Any) -> dict[str, Any]:
-    """Copy a layer's states but not its keys: windows replace their keys as a whole, full attention can crop them."""
+    """Copy a layer's states but not its keys, because windows replace their keys as a whole, and full attention can
+    crop them.
+    """
     is_full = not getattr(layer, "is_sliding", False)
     states: dict[str, Any] = {}
     for name, value in vars(layer).items():

@@ -24,9 +24,9 @@ from decoding.model.forward import ModelOutput, run_model
 from decoding.rules.tree import TokenTree, TreeShape
 
 NODE_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
-_FREE_TOKENS = 64  # up to this many tokens a GPU pass takes as long as for one token, so few buckets suffice
+_FREE_TOKENS = 64  # up to this many tokens a GPU pass takes as long as a pass over one token, so few buckets suffice
 _KEY_BUCKET = 256
-_AHEAD = 2  # buckets of keys that are recorded before a text reaches them
+_AHEAD = 2  # number of buckets of keys that are recorded before a text reaches them
 
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -71,7 +71,9 @@ def key_bucket(keys: int) -> int:
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """Shapes of a step's trees; they are copied to the device only if they differ from the previous step's."""
+    """Shapes of the trees of a step; they are copied to the device only if they differ from the shapes of the previous
+    step.
+    """
 
     shapes: tuple[TreeShape, ...]
     firsts: tuple[int, ...]
@@ -149,7 +151,7 @@ def _side_by_side(shapes: Shapes, device: torch.device, on_host: bool = False) -
 class StaticSteps:
     """Runner of one model's steps on one cache, with a graph per bucket used.
 
-    In the mode ``auto``, fixed shapes give way to dynamic ones as soon as a step cannot be recorded.
+    In the mode ``auto``, steps switch to dynamic shapes as soon as one cannot be recorded.
     """
 
     def __init__(
@@ -165,7 +167,7 @@ class StaticSteps:
         self._max_positions = max_positions
         self.captures = mode != "eager"
         self.gave_way = False
-        """True once steps have dynamic shapes."""
+        """True once steps have switched to dynamic shapes."""
         self.may_give_way = mode == "auto"
         self._dynamic = dynamic
         self._steps: dict[Size, _Bucket] = {}
@@ -174,11 +176,11 @@ class StaticSteps:
         """Memory pool shared by all graphs: they never run concurrently, and outputs are read before the next step."""
 
     def capacity(self, wanted: int) -> int:
-        """Return the capacity that a cache for ``wanted`` positions needs so that no padded step makes it grow."""
+        """Return the capacity with which a cache for ``wanted`` positions never grows because of padding."""
         return key_bucket(wanted + NODE_BUCKETS[-1])
 
     def fits(self, trees: Sequence[TokenTree]) -> bool:
-        """Return True if steps still have fixed shapes, and the largest tree fits into the largest bucket."""
+        """Return True if steps still have fixed shapes and the largest tree fits into the largest bucket."""
         return not self.gave_way and max(len(tree) for tree in trees) <= NODE_BUCKETS[-1]
 
     @torch.inference_mode()
@@ -221,7 +223,7 @@ class StaticSteps:
         cache: PreallocatedCache,
         taps: Sequence[int] = (),
     ) -> ModelOutput | None:
-        """Run a step. If fixed shapes have given way, do nothing and return None."""
+        """Run a step. If steps have switched to dynamic shapes, do nothing and return None."""
         if self.gave_way:
             return None
         asked, counts = len(layout.shapes), layout.counts
@@ -247,10 +249,10 @@ class StaticSteps:
         """Run a bucket's step. If it fails and may fail, warn, drop all graphs and return None."""
         try:
             return bucket.run()
-        except Exception as error:  # any error, because the model's own code ran
+        except Exception as error:  # any type of error, because the model's code ran
             if not self.may_give_way:
                 raise
-            first = error.__context__ or error  # ending a failed recording also fails, and hides the cause
+            first = error.__context__ or error  # the end of a failed recording fails too and hides the cause
             cause = str(first).strip().partition("\n")[0] or type(first).__name__
             warnings.warn(
                 f"the model's steps cannot be recorded as CUDA graphs, so they run in dynamic shapes: {cause}",
@@ -273,8 +275,8 @@ class StaticSteps:
     ) -> None:
         """Record graphs for the next steps: for all shapes seen so far, and for trees of ``nodes`` nodes with ``taps``.
 
-        Recording covers the next `_AHEAD` buckets of keys that texts in the first ``asked`` rows will reach, up to
-        ``longest`` positions. It writes into the cache only after the ends of the texts.
+        The graphs cover the next `_AHEAD` buckets of keys that texts in the first ``asked`` rows will reach, up to
+        ``longest`` positions. Recording writes into the cache only after the ends of the texts.
         """
         if self.gave_way or not (self.captures and asked and cache.device):
             return

@@ -17,7 +17,7 @@ _LOCKS_LOCK = threading.Lock()
 
 
 def lock_of(model: nn.Module) -> threading.RLock:
-    """Return the lock that a thread has during a step of the model; all wrappers of the model share it.
+    """Return the lock that a thread holds during a step of the model; all wrappers of the model share the lock.
 
     A pass switches hooks and attention on the model, so concurrent passes would read each other's states.
     """
@@ -26,13 +26,13 @@ def lock_of(model: nn.Module) -> threading.RLock:
 
 
 class CacheHolder(Protocol):
-    """A generation that uses a cache. ``last_step``: the time its last step ended, by `time.monotonic`."""
+    """A generation that uses a cache. ``last_step``: the time at which its last step ended, by `time.monotonic`."""
 
     last_step: float
 
 
 class CacheTurns:
-    """Turns of generations on the single cache of a static model."""
+    """Decides which generation may use the single cache of a static model."""
 
     def __init__(self) -> None:
         self._free = threading.Condition()

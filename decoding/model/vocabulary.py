@@ -53,9 +53,9 @@ def trimmed_vocabulary(model: PreTrainedModel, token_ids: Iterable[int]) -> Caus
 def with_filled_vocabulary(draft: CausalLM) -> PreTrainedModel:
     """Return a trimmed draft with a full lm_head, for programs that do not support trimming.
 
-    A token that the draft cannot write gets the mean of the draft's lm_head rows. Its logit is then the mean of the
-    draft's logits and never the largest, so greedy decoding writes the same tokens. All other weights are shared. For a
-    draft that is not trimmed, its own model is returned.
+    The lm_head row of a token that the draft cannot write is the mean of the draft's rows. So the logit of such a token
+    is the mean of the draft's logits and never the largest, and greedy decoding writes the same tokens. All other
+    weights are shared. The model of a draft that is not trimmed is returned unchanged.
     """
     model: PreTrainedModel = draft.model
     if (output_tokens := draft.output_tokens) is None:
@@ -72,9 +72,9 @@ def with_filled_vocabulary(draft: CausalLM) -> PreTrainedModel:
 
 
 def tokens_of(d2t: Int[Tensor, " outputs"]) -> Int[Tensor, " outputs"]:
-    """Return the target's token of each output, in increasing order.
+    """Return the target's token for each output, in increasing order.
 
-    ``d2t``: the difference from each output's number to its token, as in folders of speculators.
+    ``d2t`` contains, for each output, its token minus the output's number, as in folders of speculators.
     """
     return torch.arange(len(d2t), device=d2t.device) + d2t
 

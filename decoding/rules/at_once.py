@@ -1,8 +1,8 @@
-"""Acceptance rules for many rows together, on their device and without waiting for it.
+"""Acceptance rules for many rows together, computed on the device of the rows without waiting for it.
 
-Each function does the arithmetic of the readable rule in `decoding.rules.verify`, with the same random numbers. The
-rules that reject read the numbers in an order that depends only on the trees, so every node is decided before the path
-is known. Flat nodes are numbered across the rows; each row is padded to ``nodes``.
+Each function does the arithmetic of the readable rule in `decoding.rules.verify`, with the same random numbers. Rules
+that reject read the numbers in an order that depends only on the trees, so every node can be decided before the path is
+known. Nodes are numbered across all rows, and each row is padded to ``nodes`` nodes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ from decoding.rules.tree import Proposal, ProposalKind, TokenTree, TreeShape
 from decoding.rules.verify import Rule, recursive_rejection, sampled_verify, traversal_verification, typical
 
 TargetAt = Callable[[Int[Tensor, " nodes"]], Float[Tensor, "nodes vocab"]]
-"""Function from nodes, numbered as in ``first``, to the target's distribution at each."""
+"""Function from nodes, numbered as in ``first``, to the target's distribution at each of them."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Undecided:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
 
     def uniforms(self, count: int) -> Float64[Tensor, "rows count"]:
-        """Return the next numbers of each row's source without taking them."""
+        """Return the next random numbers of each row's source without taking them."""
         return self.sent([source.peek(count) for source in self.sources], torch.float64)
 
     def tokens(self) -> Int[Tensor, "rows nodes"]:
@@ -73,10 +73,9 @@ def padded(lists: Sequence[Sequence[int]], fill: int) -> list[list[int]]:
 
 
 def walk(batch: Undecided) -> Int[Tensor, "rows 3"]:
-    """Decide by `sampled_verify`: draw at each row's node with the uniform number of its depth, and follow the token.
-
-    Returns each row's last node, the token after it (the vocabulary's size if no token has weight), and how many
-    numbers the row's source must skip.
+    """Decide by `sampled_verify`: at each row's current node draw a token with the uniform number of the node's depth,
+    and follow it. Returns the last node of each row, the token after it (the vocabulary's size if no token has weight),
+    and how many numbers the row's source must skip.
     """
     deepest = max(tree.shape.max_depth for tree in batch.trees)
     uniforms, roots = batch.uniforms(deepest + 1), batch.sent(batch.first)
@@ -103,7 +102,7 @@ def _still(walking: Bool[Tensor, " rows"]) -> Int[Tensor, " some"]:
 
 
 class _Try(NamedTuple):
-    """A child to try, and the row of the q from which it was drawn (-1: all mass is on its token)."""
+    """A child to try, and the row of the q from which the child was drawn (-1: all mass is on the child's token)."""
 
     parent: int
     child: int
@@ -113,7 +112,7 @@ class _Try(NamedTuple):
 
 
 class _Siblings(NamedTuple):
-    """Children of one rank, with their parents, their tokens, and each one's q given the siblings before it."""
+    """Children of one rank, with their parents, their tokens, and the q of each child given the siblings before it."""
 
     parents: Int[Tensor, " pairs"]
     children: Int[Tensor, " pairs"]
@@ -122,7 +121,9 @@ class _Siblings(NamedTuple):
 
 
 def _siblings(batch: Undecided, like: Float[Tensor, "flat vocab"], by_depth: bool) -> Iterator[_Siblings]:
-    """Yield all children in draw order, rank by rank; with ``by_depth``, depth by depth and then rank by rank."""
+    """Yield all children in draw order, rank by rank; with ``by_depth``, depth by depth, and rank by rank within a
+    depth.
+    """
     tokens, above = batch.tokens(), 0
     groups: dict[tuple[int, int], list[_Try]] = {}
     for row, proposal in enumerate(batch.proposals):
@@ -149,7 +150,7 @@ def _siblings(batch: Undecided, like: Float[Tensor, "flat vocab"], by_depth: boo
 
 
 def reject(batch: Undecided) -> Int[Tensor, "rows 3"]:
-    """Decide by `recursive_rejection`; returns the same as `walk`.
+    """Decide by `recursive_rejection`; return the same as `walk`.
 
     Every path to a node has tried the same children, so each try reads a number at a known index.
     """
@@ -174,11 +175,11 @@ def reject(batch: Undecided) -> Int[Tensor, "rows 3"]:
 
 
 def climb(batch: Undecided) -> Int[Tensor, "rows 3"]:
-    """Decide chains drawn from q by `traversal_verification`; returns the same as `walk`.
+    """Decide chains drawn from q by `traversal_verification`; return the same as `walk`.
 
-    Does the same as `traverse` with a third of the kernels. Every node below the root was drawn from q, so chains with
-    grafted nodes go to `traverse`. Down the chain, A needs no random number; then, from the
-    deepest node up to the root, the next number decides whether the node is kept. The letters are as in the rule.
+    This does the same as `traverse` with a third of the kernels. Every node below the root was drawn from q, so chains
+    with grafted nodes go to `traverse`. On the way down the chain, A needs no random number. Then, from the deepest
+    node up to the root, the next number decides whether a node is kept. The letters are as in the rule.
     """
     depths = [tree.shape.max_depth for tree in batch.trees]
     deepest, own = max(depths), batch.sent(depths)[:, None]
@@ -208,11 +209,11 @@ def climb(batch: Undecided) -> Int[Tensor, "rows 3"]:
 
 
 def traverse(batch: Undecided) -> Int[Tensor, "rows 3"]:
-    """Decide by `traversal_verification`; returns the same as `walk`.
+    """Decide by `traversal_verification`; return the same as `walk`.
 
-    When a node is tried, all its earlier siblings were rejected with their subtrees. Its A and its p are therefore
-    known without a random number. After that, leaves first, the next number decides whether a node is kept. The letters
-    are as in the rule.
+    When a node is tried, all its earlier siblings have been rejected with their subtrees, so its A and its p are known
+    without a random number. Then, leaves first, the next number decides whether a node is kept. The letters are as in
+    the rule.
     """
     shapes, mass = [tree.shape for tree in batch.trees], batch.p()
     order = batch.sent(padded([_leaves_first(shape) for shape in shapes], max(map(len, shapes)) - 1))
@@ -239,7 +240,7 @@ def traverse(batch: Undecided) -> Int[Tensor, "rows 3"]:
 
 
 def accept_typical(batch: Undecided, epsilon: float, delta: float) -> Int[Tensor, "rows 3"]:
-    """Decide by `typical`; returns the same as `walk`."""
+    """Decide by `typical`; return the same as `walk`."""
     p, tokens, parents = batch.p(), batch.tokens(), batch.parents()
     threshold = torch.clamp(delta * torch.exp(torch.special.xlogy(p, p).sum(-1)), max=epsilon)
     above = parents.clamp(min=0)
@@ -270,7 +271,7 @@ def _drawn(
     number: Int[Tensor, "rows 1"],
     uniforms: Float64[Tensor, "rows count"],
 ) -> Int[Tensor, "rows 3"]:
-    """Draw each row's token after ``node``, with the uniform at ``number``; return the same as `walk`."""
+    """Draw each row's token after ``node`` with the uniform number at index ``number``; return the same as `walk`."""
     of_node = weights.unflatten(0, (len(node), -1))[torch.arange(len(node), device=node.device), node[:, 0]]
     token = inverse_cdf(of_node, uniforms.gather(1, number)[:, 0])
     return torch.stack([node[:, 0], token, number[:, 0] + 1], dim=1)

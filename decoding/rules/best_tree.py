@@ -8,7 +8,7 @@ from itertools import accumulate
 from decoding.errors import UserError
 
 FITTED_RANKS = 10
-"""Best tokens of each head, or of each DSpark slot, with accuracies for `best_tree`."""
+"""`best_tree` receives the accuracies of this many best tokens of each head or DSpark slot."""
 
 Paths = tuple[tuple[int, ...], ...]
 """A tree as paths of child ranks; shorter paths come first."""
@@ -23,7 +23,7 @@ def best_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> Paths:
     rises from parent to child or from one rank to the next, so taking the likeliest paths from a heap builds the
     optimal tree (Medusa, 2401.10774, section 2.3.3). Raises UserError if there are no nodes or no heads.
     """
-    # A rank's share is capped at the previous rank's; only a small sample exceeds it.
+    # The share of a rank is capped at the share of the previous rank, which only a small sample can exceed.
     shares = [list(accumulate(head, min)) for head in accuracies]
     if not shares or not shares[0] or nodes < 1:
         raise UserError(f"got {nodes} nodes and the accuracies {list(shares)}: use at least one node and one head")
@@ -44,6 +44,6 @@ def best_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> Paths:
 def expected_accepted(tree: Sequence[Sequence[int]], shares: Sequence[Sequence[float]]) -> float:
     """Return the expected accepted tokens: the sum over all nodes of the product of shares along the path.
 
-    This is F(T) without the root: the target writes the root's token.
+    This is F(T). The root is not counted, because the target writes the root's token.
     """
     return sum((math.prod(shares[depth][rank] for depth, rank in enumerate(path)) for path in tree), 0.0)

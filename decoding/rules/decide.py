@@ -1,8 +1,7 @@
-"""Verdicts for the rows of a batch: applies the sampling controls to the target's logits, then each row's rule.
-
-On an accelerator, rows with the same rule are decided together, except on MPS, and unless `decoding.rules.at_once`
-lacks a function for the rule and these proposals. On a CPU rows are decided one by one, because a single row fits into
-the processor's cache and stops as soon as it is decided; only large batches of `sampled_verify` are decided together.
+"""Verdicts for the rows of a batch: applies the sampling controls to the target's logits, and then the rule of each
+row. On an accelerator (except MPS), rows with the same rule are decided together if `decoding.rules.at_once` has a
+function for the rule and these proposals. On a CPU rows are decided one by one, because a single row fits into the
+processor's cache and stops as soon as it is decided; only large batches of `sampled_verify` are decided together.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from decoding.rules.sampling import HistoryRows, SamplingConfig, adjusted_logits
 from decoding.rules.tree import Proposal, TokenTree, fetch_tokens
 from decoding.rules.verify import SAMPLED_VERIFY, Rule, Verdict, lossless_rule
 
-_WALKERS = 16  # with at least this many drafted rows, walking all trees together is faster on the CPU
+_WALKERS = 16  # from this many drafted rows on, walking all trees together is faster on the CPU
 
 
 def decide(
@@ -32,9 +31,9 @@ def decide(
 ) -> list[Verdict]:
     """Return a verdict for each row: the accepted path and the target's own token after it.
 
-    Shorter rows are padded in ``logits``. ``history`` has a row for each node of each tree, one tree after the other;
-    it is None if no control reads it. ``rule`` None means the lossless rule that fits each proposal. At temperature 0
-    every rule is the greedy rule: the argmax decides.
+    In ``logits`` shorter rows are padded. ``history`` has a row for each node of each tree, one tree after the other;
+    it is None if no control reads the history. ``rule`` None means the lossless rule that fits each proposal. At
+    temperature 0 every rule is the greedy rule: the argmax decides.
     """
     trees = [proposal.tree for proposal in proposals]
     target = _Target(trees, logits, sampling, history)
@@ -81,9 +80,9 @@ def _rule_of(proposal: Proposal, rule: Rule | None) -> Rule:
 
 
 def _pays(logits: Float[Tensor, "rows nodes vocab"], drafted: int) -> bool:
-    """Return True if deciding all rows together is faster; ``drafted`` rows have more than a root.
+    """Return True if deciding all rows together is faster; ``drafted`` is the number of rows with more than a root.
 
-    On a CPU, which does not wait for a device, only many rows are faster together. MPS has no float64.
+    On a CPU, which does not wait for a device, this is so only for many rows. MPS has no float64.
     """
     return drafted >= _WALKERS if logits.is_cpu else not logits.is_mps
 

@@ -1,4 +1,4 @@
-"""Drawing tokens from probabilities, with uniforms that depend only on the seed."""
+"""Drawing tokens from probabilities, with uniform random numbers that depend only on the seed."""
 
 import hashlib
 from typing import Protocol, runtime_checkable
@@ -35,7 +35,9 @@ def _cumulative(weights: Float[Tensor, "*rows vocab"]) -> Float64[Tensor, "*rows
 def _monotone(
     sums: Float64[Tensor, "*rows vocab"], weights: Float[Tensor, "*rows vocab"]
 ) -> Float64[Tensor, "*rows vocab"]:
-    """Remove the rounding of a parallel sum: neighbours may differ in the last bits at a weight of 0."""
+    """Undo the rounding of a parallel sum, in which neighbouring sums may differ in the last bits even at a weight of
+    0.
+    """
     return torch.where(weights > 0, sums, 0).cummax(-1).values
 
 
@@ -51,11 +53,11 @@ class RandomSource(Protocol):
 
 
 NO_WEIGHT = "no token has any weight: loosen the sampling controls; a processor may forbid every token"
-_BLOCK = 32  # fewest numbers that a source draws from its generator in one call
+_BLOCK = 32  # a source draws at least this many numbers from its generator in one call
 
 
 class GeneratorSource:
-    """Random source over a `torch.Generator` on the host: a seed leads to the same uniforms on every device."""
+    """Random source from a `torch.Generator` on the host, so a seed leads to the same numbers on every device."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
@@ -63,9 +65,10 @@ class GeneratorSource:
 
     @staticmethod
     def from_seed(seed: int, stream: int | str = "") -> "GeneratorSource":
-        """Make the source of one stream of a seed: independent of the seed's other streams and the same in every run.
+        """Make the source for one stream of a seed.
 
-        Drafting and verifying use two streams.
+        The stream is the same in every run and independent of the seed's other streams; drafting and verifying use
+        different streams.
         """
         hashed = hashlib.sha256(f"{seed} {stream}".encode()).digest()
         return GeneratorSource(torch.Generator().manual_seed(int.from_bytes(hashed[:8], "little", signed=True)))
@@ -98,8 +101,8 @@ class GeneratorSource:
         return self.uniform() < probability
 
     def draw(self, weights: Float[Tensor, " vocab"]) -> int:
-        # `inverse_cdf` of a single row without the row axis. It is faster, which matters because every drafted token
-        # calls it.
+        # `inverse_cdf` of a single row without the row axis: faster, which matters because it runs for every drafted
+        # token.
         cumulative = _cumulative(weights)
         token = int(torch.searchsorted(cumulative, cumulative[-1] * self.uniform(), right=True))
         if token == len(weights):
@@ -113,8 +116,8 @@ def draw_rows_without_replacement(
     """Draw up to ``count`` distinct indices per row, from uniforms in [0, 1).
 
     Each draw is in proportion to the weights of the indices left. Runs on the weights' device without waiting for it;
-    the uniforms may be on the host. Once the weight of a row is used up, or if it is NaN, the result is ``vocab``,
-    which is not an index.
+    the uniforms may be on the host. Once no index of a row has weight left, or if the weights are NaN, the result is
+    ``vocab``, which is not an index.
     """
     if not weights.is_mps:  # MPS has no float64
         uniforms = uniforms.to(weights.device, non_blocking=True)

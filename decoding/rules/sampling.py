@@ -19,9 +19,9 @@ from decoding.rules.tree import TokenTree
 
 @runtime_checkable
 class LogitsProcessor(Protocol):
-    """A change to the logits that depends on the text alone; every logits processor of `transformers` fits.
+    """A change to the logits that depends on the text alone, such as any logits processor of `transformers`.
 
-    It must keep no state between calls: it also sees drafted texts that are rejected later.
+    It must keep no state between calls, because it also sees drafted texts that are rejected later.
     """
 
     def __call__(
@@ -34,7 +34,7 @@ class LogitsProcessor(Protocol):
 class ForPromptLength:
     """A processor that depends on the prompt's length: ``build(n)`` makes the processor for a prompt of n tokens.
 
-    Every step calls ``build`` once for all texts of the same lengths: keep it cheap, or cache it.
+    Every step calls ``build`` once for all texts of the same lengths, so make it cheap, or cache its result.
     """
 
     build: Callable[[int], LogitsProcessor]
@@ -83,7 +83,7 @@ class SamplingConfig:
 
     @property
     def needs_history(self) -> bool:
-        """True if a penalty or a processor reads the tokens before the next one."""
+        """True if a penalty or a processor reads the earlier tokens of the text."""
         return self.needs_seen or bool(self.processors)
 
 
@@ -92,8 +92,8 @@ class HistoryRows(NamedTuple):
 
     A tensor that no control reads is None.
 
-    ``seen`` (rows, vocab) bool: true for tokens of the prompt or the output. ``texts`` (rows, longest) long: row i's
-    text is its first ``lengths[i]`` entries, the rest is padding. ``prompt_lengths``: tokens of each row's prompt.
+    ``seen`` (rows, vocab) bool: true for tokens of the prompt or the output. ``texts`` (rows, longest) long: the text
+    of row i is the first ``lengths[i]`` entries; the rest is padding. ``prompt_lengths``: tokens of each row's prompt.
     """
 
     seen: Tensor | None = None
@@ -151,7 +151,7 @@ class History:
     def at(self, tokens: Sequence[int], tree: TokenTree, nodes: Sequence[int] | None = None) -> HistoryRows:
         """Return one row for each of ``nodes`` (None: all nodes): the history before the token that follows the node.
 
-        The history is ``tokens``, the whole text so far that ends with the root of ``tree``, followed by the path from
+        The history consists of ``tokens``, which is the whole text up to the root of ``tree``, and of the path from
         below the root to the node. Only tokens appended since the last call are read: between calls a text may grow but
         must not change.
         """
@@ -167,7 +167,7 @@ class History:
         return self._rows(path_tokens)
 
     def _read(self, fresh: list[int]) -> None:
-        """Add ``fresh``, the tokens after the known ones, to the tensors."""
+        """Add the tokens ``fresh``, which follow the known tokens, to the tensors."""
         new = self._on_device(fresh)
         if self._seen is not None:
             self._seen.index_fill_(0, new, True)
@@ -279,7 +279,7 @@ def _nucleus(logits: Float[Tensor, "rows vocab"], top_p: float) -> Float[Tensor,
 def _typical(logits: Float[Tensor, "rows vocab"], mass: float) -> Float[Tensor, "rows vocab"]:
     """Keep the tokens whose -log p is nearest the entropy until their mass reaches ``mass`` (2202.00666, section 4).
 
-    Tokens that tie with the last kept one are kept as well.
+    Tokens that tie with the last kept token are kept as well.
     """
     log_shares = logits.log_softmax(-1)
     entropy = -(log_shares * log_shares.exp()).nansum(-1, keepdim=True)

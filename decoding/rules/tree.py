@@ -1,8 +1,8 @@
 """Token trees, proposed by a drafter and verified by one target pass; and proposals.
 
-Node 0 is the root: the last token already emitted, before the target has computed its keys and values. Every other
+Node 0 is the root: the last emitted token, whose keys and values the target has not computed yet. Every other
 node is a drafted token that follows its parent. A chain is a tree with one branch.
-A proposal, from a drafter to an acceptance rule, is a tree, how its tokens were chosen, and q.
+A drafter passes a proposal to an acceptance rule. It consists of a tree, how the tokens of the tree were chosen, and q.
 """
 
 import reprlib
@@ -19,13 +19,14 @@ from torch import Tensor
 from decoding.errors import UserError
 
 MOST_NODES = 4096
-"""Most nodes of a tree in a file or a recipe: the mask of this tree takes 16 MiB, and no target verifies more nodes."""
+"""Largest number of nodes of a tree in a file or a recipe. Its mask takes 16 MiB."""
 
 
 def checked_paths(paths: object, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """Return paths of child ranks, read from a file or a recipe, as tuples; raise UserError if they do not form a tree.
 
-    Every prefix of a path must be listed, every path once, and every rank must be below ``vocab_size``.
+    Every prefix of a path must be listed, every path must be listed only once, and every rank must be below
+    ``vocab_size``.
     """
     if not isinstance(paths, list | tuple):
         raise UserError(f"the tree is {reprlib.repr(paths)}: use paths of ranks, such as [[0], [1], [0, 0]]")
@@ -56,7 +57,7 @@ def _checked_path(path: object) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The topology of a token tree without its tokens. It is computed once and shared by all steps that use it.
+    """The shape of a token tree, without the tokens. A shape is computed once and shared by all steps that use it.
 
     ``parents[i]`` is the parent of node i; ``parents[0]`` is -1 and every parent comes before its children.
     Siblings are in draw order; recursive rejection depends on that order.
@@ -120,7 +121,7 @@ class TreeShape:
 
     @cached_property
     def inner(self) -> dict[int, int]:
-        """The nodes with children, in increasing order; each has its number among them."""
+        """The nodes with children, in increasing order, each mapped to its index among them."""
         return {node: number for number, node in enumerate(sorted({*self.parents[1:]}))}
 
     @cached_property
@@ -150,13 +151,13 @@ class TreeShape:
         return tuple(reversed(nodes))
 
     def keep(self, nodes: Sequence[int]) -> "TreeShape":
-        """Return the tree of these nodes only; in ``nodes`` each node must come after its parent."""
+        """Return the tree that consists only of ``nodes``, in which each node must come after its parent."""
         new_index = {node: index for index, node in enumerate(nodes)}
         return TreeShape(tuple(-1 if node == 0 else new_index[self.parents[node]] for node in nodes))
 
 
 class TokenTree:
-    """A shape with a token at each node. ``tokens[0]`` is the root: the last token already emitted."""
+    """A shape with a token at each node. ``tokens[0]`` is the token of the root, the last emitted token."""
 
     def __init__(self, tokens: Int[Tensor, " nodes"], shape: TreeShape) -> None:
         assert len(tokens) == len(shape), f"{len(tokens)} tokens for a tree of {len(shape)} nodes"
@@ -166,7 +167,7 @@ class TokenTree:
 
     @staticmethod
     def of_list(tokens: Sequence[int], shape: TreeShape, device: torch.device | str = "cpu") -> "TokenTree":
-        """Make a tree from tokens that are known on the host, so that they need not be fetched from the device."""
+        """Make a tree from tokens on the host, so that the tokens need not be fetched from the device later."""
         on_device = torch.tensor(tokens).to(device, non_blocking=True)  # without waiting for queued work
         tree = TokenTree(on_device, shape)
         tree._token_list = list(tokens)
@@ -174,7 +175,7 @@ class TokenTree:
 
     @staticmethod
     def chain(tokens: Sequence[int], device: torch.device | str = "cpu") -> "TokenTree":
-        """Make a chain from tokens that are known on the host; the root comes first."""
+        """Make a chain from tokens on the host; the first one is the root."""
         return TokenTree.of_list(tokens, TreeShape.chain(len(tokens) - 1), device)
 
     @property
@@ -212,9 +213,8 @@ class TokenTree:
         return tuple(path)
 
     def descend(self, best: Sequence[int]) -> tuple[tuple[int, ...], int]:
-        """Walk from the root to the child with the token ``best[node]``, until there is none.
-
-        Returns the nodes passed below the root, and ``best`` of the last node.
+        """Walk down from the root, at each node to the child with the token ``best[node]``, until there is no such
+        child. Returns the nodes on the way, without the root, and ``best`` of the last node.
         """
         node, path = 0, []
         while (child := self.child_with_token(node, best[node])) is not None:
@@ -232,7 +232,7 @@ class TokenTrie:
         self._child: dict[tuple[int, int], int] = {}
 
     def __len__(self) -> int:
-        """Count the nodes, the root included."""
+        """Count the nodes, including the root."""
         return len(self._tokens)
 
     def add(self, path: Sequence[int], max_nodes: int | None = None) -> int:
@@ -292,16 +292,16 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 class ProposalKind(Enum):
-    """Ways to choose a node's children. A lossless rule is lossless only for the kinds it was derived for."""
+    """Ways to choose a node's children. A lossless rule is lossless only for the kinds for which it was derived."""
 
     SAMPLED = "sampled"
     """Each child is drawn independently from q (with replacement)."""
     SAMPLED_WITHOUT_REPLACEMENT = "sampled without replacement"
-    """Children are drawn one by one, each from q without the tokens drawn before, renormalised."""
+    """Children are drawn one by one; for each draw, q is renormalised without the tokens drawn before."""
     DETERMINISTIC = "deterministic"
-    """The set of children is a function of the context alone: top-k, argmax, lookup."""
+    """The set of children depends only on the context, as with top-k, argmax or a lookup."""
     GRAFTED = "grafted"
-    """Children drawn in one of the two ways above, followed by children that are a function of the context alone."""
+    """Children drawn in one of the two ways above are followed by children that depend only on the context."""
 
     @property
     def has_q(self) -> bool:
@@ -320,12 +320,12 @@ class DrawnPart(NamedTuple):
 class Proposal:
     """A drafted tree and how its tokens were chosen.
 
-    ``q`` (parents, vocab) has a row for each node with drawn children, in the order of the nodes: the distribution,
-    after every sampling control, from which the node's first child was drawn. In a chain, row i belongs to node i.
-    Deterministic proposals have ``q`` None.
+    ``q`` (parents, vocab) has a row for each node with drawn children, in the order of the nodes. The row is the
+    distribution, after every sampling control, from which the first child of the node was drawn. In a chain, row i
+    belongs to node i. Deterministic proposals have ``q`` None.
 
-    ``drawn`` is the drawn part of a grafted proposal, None for any other. ``matched`` is the length of the text's
-    suffix for which a lookup found an earlier occurrence; without a lookup it is 0.
+    ``drawn`` is the drawn part of a grafted proposal, None for any other. ``matched`` is the length of the suffix of
+    the text that a lookup found earlier in the text; without a lookup it is 0.
     """
 
     tree: TokenTree
@@ -343,7 +343,7 @@ class Proposal:
 
     @cached_property
     def q_rows(self) -> dict[int, int]:
-        """Return the row of ``q`` of each node with drawn children."""
+        """Return, for each node with drawn children, the index of its row in ``q``."""
         shape = self.tree.shape
         return (shape if self.drawn is None else shape.keep(range(self.drawn.nodes))).inner
 

@@ -2,9 +2,8 @@
 
 Each rule is a pure function of a proposal, the target's distribution at every node, and a random source. p is the
 target's distribution and q the draft's, after every sampling control. A *lossless* rule emits tokens distributed
-exactly as p for any q; the tests prove this by enumerating every outcome.
-
-In the formulas (y)+ is the positive part of y, and delta(x) the distribution with all its mass on x.
+exactly as p for any q. The tests prove this for three tokens and small trees by enumerating every outcome. In the
+formulas (y)+ is the positive part of y, and delta(x) is the distribution with all mass on x.
 """
 
 import math
@@ -60,7 +59,7 @@ class Rule:
 
 
 def greedy(proposal: Proposal, target_scores: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
-    """Follow the child that is the target's argmax (lowest index on ties); if no child is, write the argmax.
+    """Follow the child that is the target's argmax (lowest index on ties); if there is no such child, write the argmax.
 
     ``target_scores`` may be logits or probabilities: only their order matters.
     """
@@ -94,14 +93,14 @@ def recursive_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], sou
     Each node tries its children in draw order. Child x is kept with probability min(1, p(x)/q(x)); each rejection
     replaces p by its residual, the normalised (p - q)+. On a chain this is the token rejection of speculative sampling
     (Leviathan et al. 2211.17192, Chen et al. 2302.01318). With replacement, q does not change; a duplicate is always
-    rejected, but it still updates p. Without replacement, the rejected token is removed from q. If no child is kept,
-    the target writes from the last p.
+    rejected, but its rejection still updates p. Without replacement, the rejected token is removed from q. If no child
+    is kept, the target writes from the last p.
 
     A deterministic child x counts as drawn from delta(x), as in Medusa (2401.10774) and EAGLE (2401.15077): it is kept
-    with probability p(x), and the order of the children does not matter. Such verdicts have the same distribution as
-    with `sampled_verify`. Grafted children come after the drawn ones, with q = delta(x). With one drawn child and one
-    grafted child x, a child is kept with probability p(x) + sum over y != x of min(p(y), q(y)), at least as often as
-    with either child alone.
+    with probability p(x), and the order of the children does not matter. For such children, the distribution of
+    verdicts is the same as with `sampled_verify`. Grafted children come after the drawn ones, with q = delta(x). With
+    one drawn child and one grafted child x, a child is kept with probability p(x) + sum over y != x of min(p(y), q(y)),
+    at least as often as with either child alone.
     """
     tree = proposal.tree
     path: list[int] = []
@@ -128,11 +127,10 @@ def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], 
     """Verify a tree as a whole, depth first and leaves first (Weng et al. 2505.12398).
 
     Every node has a probability A of being kept: 1 at the root, and min(1, A p(x)/q(x)) at child x of a node with A. A
-    leaf is kept with probability A, and the target writes from p after it. A rejected child changes its parent: p
-    becomes the normalised (A p - q)+, and A becomes S/(S + (1 - A)), with S the sum of (A p - q)+. The next child in
-    draw order is tried with this p and A. If all children of a node are rejected, the node is kept with its last A and
-    the target writes from its last p; otherwise the node is also rejected. A deterministic x counts as drawn from
-    delta(x).
+    leaf is kept with probability A; then the target writes from p. A rejected child changes its parent: p becomes the
+    normalised (A p - q)+, and A becomes S/(S + (1 - A)), with S the sum of (A p - q)+. The next child in draw order is
+    tried with this p and A. If all children of a node are rejected, the node is kept with its last A and the target
+    writes from its last p; otherwise the node is also rejected. A deterministic x counts as drawn from delta(x).
 
     On a chain this is block verification (Sun et al. 2403.10444). In expectation it keeps at least as many tokens as
     token rejection.
@@ -140,14 +138,14 @@ def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], 
     tree = proposal.tree
 
     def entered(node: int, kept: float) -> _Visit:
-        """Return the visit of ``node``, with A = ``kept``, before any child is tried."""
+        """Return the visit of ``node`` with A = ``kept`` and no child tried yet."""
         # The product A p is all that the formulas use. At a leaf a token is only drawn from p, so the scale of p does
         # not matter.
         mass = p[node] * kept if tree.shape.children[node] else p[node]
         return node, kept, mass, _children_with_q(proposal, node, mass)
 
     node, kept, mass, children = entered(0, 1.0)
-    above: list[tuple[_Visit, Tensor]] = []  # the path to the node, each with the q of its child on the path
+    above: list[tuple[_Visit, Tensor]] = []  # the nodes on the path, each with the q of the next node on the path
     while True:
         if (tried := next(children, None)) is not None:
             child, q_now = tried
@@ -221,7 +219,7 @@ def typical_acceptance(epsilon: float = 0.09, delta: float = 0.3) -> Rule:
 def typical(
     proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource, epsilon: float, delta: float
 ) -> Verdict:
-    """Decide as `typical_acceptance` says."""
+    """Decide by typical acceptance, as described in `typical_acceptance`."""
     tree = proposal.tree
     entropy = -torch.special.xlogy(p, p).sum(-1)
     threshold: list[float] = torch.clamp(delta * torch.exp(-entropy), max=epsilon).tolist()
@@ -261,7 +259,7 @@ RULES: dict[str, Rule] = {
     "traversal": TRAVERSAL_VERIFICATION,
     "typical": typical_acceptance(),
 }
-"""Every rule by its name on the command line; typical acceptance has its published thresholds."""
+"""Maps names on the command line to rules; typical acceptance uses the published thresholds."""
 
 
 def lossless_rule(proposal: Proposal) -> Rule:

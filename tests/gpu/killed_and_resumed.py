@@ -1,7 +1,7 @@
-"""Train heads and drafts over states of a tiny target, kill -9, resume, export and decode, on the GPU if there is one.
-
-Usage: killed_and_resumed.py FOLDER. Every life is a fork of this process, which has imported everything once and has
-not used the GPU. Needs torch, transformers, accelerate and pydantic, but neither datasets nor DeepSpeed nor a tracker.
+"""Train heads and drafts on the states of a tiny target, kill -9, resume, export and decode, on the GPU if there is
+one. Usage: killed_and_resumed.py FOLDER. Every run is a fork of this process, which has imported everything once and
+has not used the GPU. Needs torch, transformers, accelerate and pydantic, but neither datasets nor DeepSpeed nor a
+tracker.
 """
 
 import json
@@ -35,11 +35,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dspark": ("draft", {"draft": {"dspark": DSPARK}, "training": {"optimizer": "muon"}}),
     "eagle3": ("draft", {"draft": {"eagle3": {"steps": 3, "taps": [0]}}, "training": {"optimizer": "muon"}}),
 }
-"""Kind of recipe and its changes, by the format of the export."""
+"""The kind of recipe and the changes to it, by the format of the export."""
 
 
 def status_of(life: Callable[[], None]) -> int:
-    """Do this in a separate process; return its exit code, or minus the signal that killed it."""
+    """Run the function in a separate process; return the exit code, or minus the signal that killed the process."""
     if (process := os.fork()) == 0:
         code = 1
         try:

@@ -1,4 +1,6 @@
-"""What only a GPU can show: graphs that replay what they recorded, copies nobody waits for, memory that stays."""
+"""Tests that need a GPU: graphs replay what they recorded, copies do not make the host wait,
+and memory does not grow.
+"""
 
 import gc
 import json
@@ -76,7 +78,7 @@ def texts_of(
 
 @contextmanager
 def host_syncs() -> Iterator[list[str]]:
-    """What made the host wait for the GPU while this context lasted."""
+    """Collect what makes the host wait for the GPU inside the context."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -91,7 +93,7 @@ def host_syncs() -> Iterator[list[str]]:
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "T=1"])
 @pytest.mark.parametrize("name", NAMES)
 def test_in_fp32_the_gpu_writes_the_texts_of_the_cpu(name: str, sampling: SamplingConfig) -> None:
-    """With and without graphs, sampled ones too: chance comes from the host's generators."""
+    """Texts with and without graphs, greedy and sampled; random numbers come from generators on the host."""
     expected = texts_of(CausalLM(model_on("cpu")), drafter_on("cpu", name, None), sampling)
     for static in (None, "eager", "graphs"):
         target = CausalLM(model_on("cuda"), static=static)
@@ -102,7 +104,7 @@ def test_in_fp32_the_gpu_writes_the_texts_of_the_cpu(name: str, sampling: Sampli
 def test_graphs_decode_every_family_also_the_second_time(family: str) -> None:
     expected = texts_of(CausalLM(model_on("cpu", family)), None)
     target, drafter = CausalLM(model_on("cuda", family), static="graphs"), drafter_on("cuda", "chain", "graphs", family)
-    for batch_size in (3, 1, 5, 3):  # 5 rows need larger buffers, which void the graphs
+    for batch_size in (3, 1, 5, 3):  # 5 rows need larger buffers, which make the graphs invalid
         assert texts_of(target, drafter, GREEDY, batch_size) == expected
 
 
@@ -126,14 +128,16 @@ def test_in_half_precision_texts_part_only_at_near_ties(name: str, dtype: torch.
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 def test_four_queries_a_key_over_an_odd_number_of_keys_attend_as_one_by_one(dtype: torch.dtype) -> None:
-    """Head size 128. The fast tests run the same on the CPU."""
+    """The head size is 128. The fast tests do the same on the CPU."""
     check_grouped_queries("cuda", dtype)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_target_on_two_gpus_writes_the_texts_of_the_cpu(name: str) -> None:
-    """Layers on both in turns, what comes last on the second; tests/test_two_devices.py pretends to be this."""
+    """Layers are on both GPUs in turns, and the last parts are on the second one; tests/test_two_devices.py simulates
+    this.
+    """
     dispatch_model = pytest.importorskip("accelerate").dispatch_model
     places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 1, "model.layers.1": 0}
     places |= {"model.norm": 1, "lm_head": 1}
@@ -176,7 +180,7 @@ def test_a_model_that_waits_for_the_gpu_decodes_in_dynamic_shapes_after_one_warn
 
 
 def test_steps_queued_behind_a_busy_gpu_read_their_own_inputs() -> None:
-    """The host is far ahead: what it copies for a step must not overwrite what is on its way for an earlier one."""
+    """The host is far ahead of the GPU: what it copies for a step must not overwrite the inputs of an earlier step."""
     tokens = [(7 * step) % 16 for step in range(60)]
     outputs = []
     for static in (None, "graphs"):
@@ -200,7 +204,7 @@ def test_graphs_of_one_pool_leave_each_others_results_alone_until_the_next_step(
     for decoder, cache in ((model, ours), (other, theirs)):
         decoder.prefill([[3, 1, 4]], cache)
     chance = torch.Generator().manual_seed(0)
-    for size in [1, 4, 1, 2, 8, 4, 1, 8, 2, 1] * 3:  # recorded in one order, replayed in others
+    for size in [1, 4, 1, 2, 8, 4, 1, 8, 2, 1] * 3:  # recorded in one order and replayed in other orders
         chain = torch.randint(16, (size,), generator=chance).tolist()
         mine, other_logits = (
             decoder.verify([TokenTree.chain(chain)], cache).logits

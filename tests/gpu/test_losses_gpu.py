@@ -1,4 +1,4 @@
-"""The fused losses on a GPU: the CPU's values and gradients and sums that are never rounded."""
+"""The fused losses on a GPU have the values and gradients of the CPU, and sums that are never rounded."""
 
 from typing import Any
 

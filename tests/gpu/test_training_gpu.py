@@ -1,4 +1,4 @@
-"""A run on a GPU that is killed goes on where it was: optimizers of which every part is on the device again."""
+"""A killed run on a GPU resumes where it was, with every part of its optimizers on the device again."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ NEEDED = ("accelerate", "jaxtyping", "jinja2", "pydantic", "rich")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_heads_and_a_draft_are_trained_killed_resumed_exported_and_decode(tmp_path: Path) -> None:
     finds = f"import importlib.util; print(*[name for name in {NEEDED} if not importlib.util.find_spec(name)])"
-    # In a separate process: the GPU suite puts stand-ins in the place of missing packages.
+    # In a separate process, because the GPU suite replaces missing packages by stand-ins.
     if missing := subprocess.run(
         [sys.executable, "-c", finds], capture_output=True, text=True, check=True
     ).stdout.strip():

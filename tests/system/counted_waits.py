@@ -1,7 +1,8 @@
-"""Counts what a step of every kind waits for its device for, on a device that is none; prints the counts as JSON.
+"""Counts how often a training step of each kind waits for its device, on a simulated device; prints the counts as JSON.
 
-To be run by a process that has run no backward pass yet: PyTorch's engine would know no such device. Everything
-counts for which a GPU would be waited for: numbers that leave it, copies from and to it, and sizes that it finds.
+Run this in a process that has not run a backward pass yet, because PyTorch's engine would not know the device.
+Everything counts for which the host would wait for a GPU: numbers that leave it, copies from and to it, and sizes that
+it computes.
 """
 
 import json
@@ -41,7 +42,7 @@ def heads(**section: Any) -> Callable[[PreTrainedModel], Objective]:
 
 
 def joint(model: PreTrainedModel) -> Objective:
-    """Medusa-2, whose adapters join the heads at the second step."""
+    """Make the objective of Medusa-2, whose adapters join the heads at the second step."""
     adapters = AdaptersSection(heads_first_steps=1, base_loss="forward_kl", gradient_checkpointing=False)
     return Medusa2Objective(CausalLM(model), tiny_tokenizer(), HeadsSection(num_heads=2), adapters, SECTION.steps)
 
@@ -56,7 +57,7 @@ KINDS: dict[str, Callable[[PreTrainedModel], Objective]] = {
 
 
 class PlainRunner:
-    """One process, without accelerate, which knows no such device."""
+    """A runner for one process without accelerate, which does not know the device."""
 
     engine = None
 
@@ -80,7 +81,7 @@ class PlainRunner:
 
 
 def waits_of(kind: str, packed: bool) -> list[dict[str, int]]:
-    """The waits of two steps."""
+    """Count the waits of two steps."""
     model, examples = tiny_model("llama"), pack(toy_examples(), 24) if packed else toy_examples()
     objective, found = KINDS[kind](model), []
     with counting() as waits, two_devices.two_devices() as (device, _):
@@ -93,7 +94,7 @@ def waits_of(kind: str, packed: bool) -> list[dict[str, int]]:
         with Feed(objective, Offline(examples, 8, 0), SECTION, range(8), device) as feed:
             for step in range(2):
                 waits.clear()
-                checkpoints: Any = None  # where a diverged step would be written
+                checkpoints: Any = None  # a step that diverged would be written here
                 notes = {"generated/texts": 2.0, _STOP: 0.0}
                 done = _step(
                     objective, runner, optimizers, feed, SECTION, accelerator, checkpoints, Progress(step, 0), notes
@@ -104,7 +105,7 @@ def waits_of(kind: str, packed: bool) -> list[dict[str, int]]:
 
 
 def waits_that_are_seen() -> int:
-    """Count one each of six that wait."""
+    """Run six operations that wait, once each; return their counts."""
     with counting() as waits, two_devices.two_devices() as (device, _):
         tensor = torch.arange(4).to(device, non_blocking=True)
         assert not waits

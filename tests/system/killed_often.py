@@ -1,7 +1,7 @@
-"""Runs scripts/train.py again and again and kills it at random moments, then lets it come to its end.
+"""Runs scripts/train.py repeatedly, kills it at random moments, and finally lets it finish.
 
-Usage: killed_often.py RECIPE OUTPUT KILLS SEED. Every life is a fork of this process, which has imported everything
-once: what is killed is a process of its own, without the wait for its imports. Prints the step each life had reached.
+Usage: killed_often.py RECIPE OUTPUT KILLS SEED. Every run is a fork of this process, which has imported everything
+once, so that no run waits for its imports. Prints the step that each run reached.
 """
 
 import os
@@ -18,7 +18,7 @@ import trainer.run.train  # noqa: F401  # imported for all lives
 
 
 def begin(recipe: str) -> int:
-    """Start a life; returns its process id."""
+    """Start a run; return its process id."""
     process = os.fork()
     if process:
         return process
@@ -37,7 +37,9 @@ def ended(process: int) -> bool:
 
 
 def kill_somewhere(process: int, output: Path, chance: random.Random, step_seconds: float) -> bool:
-    """Kill a life some steps on, at a random moment of a step, which may be that of a checkpoint; False if it ended."""
+    """Kill a run some steps later, at a random moment of a step, perhaps during a checkpoint;
+    return False if it ended.
+    """
     until = steps_done(output) + chance.randrange(5)
     begun = time.monotonic()
     while steps_done(output) < until or not (output / "metrics.jsonl").exists():

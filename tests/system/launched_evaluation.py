@@ -1,4 +1,4 @@
-"""Evaluates a draft of a recipe in every process of a launch, which notes what it found and what it decoded itself.
+"""Evaluates a recipe's draft in every process of a launch; each process records its results and the prompts it decoded.
 
 Usage: launched_evaluation.py FOLDER; writes FOLDER/found-RANK.json.
 """
@@ -26,7 +26,7 @@ decoded: list[Sequence[int]] = []
 
 
 def noting_count_steps(target: Any, drafter: Any, prompts: Sequence[Sequence[int]], *others: Any) -> Any:
-    """What an evaluation does, noting its prompts."""
+    """Do the work of an evaluation, and record its prompts."""
     decoded.extend(prompts)
     return count_steps(target, drafter, prompts, *others)
 
@@ -38,7 +38,7 @@ def evaluator_of(job: Job, accelerator: Accelerator | None, **section: Any) -> E
 
 
 def found(folder: Path, accelerator: Accelerator | None) -> dict[str, Any]:
-    """The evaluations at every dtype, temperature and batch size, and the texts that fit trees."""
+    """Return the evaluations for every dtype, temperature and batch size, and the texts on which trees are fitted."""
     results: dict[str, Any] = {}
     for dtype in ("fp32", "bf16"):
         recipe = parse_recipe(recipe_content(folder, "draft") | {"dtype": dtype})
@@ -52,7 +52,7 @@ def found(folder: Path, accelerator: Accelerator | None) -> dict[str, Any]:
 
 
 def refusal(folder: Path, accelerator: Accelerator) -> str:
-    """What each process says if the last one alone has a prompt that cannot be decoded."""
+    """Return the error of each process if only the last process has a prompt that cannot be decoded."""
     job = assemble(parse_recipe(recipe_content(folder, "draft")), torch.device("cpu"), ALONE)
     evaluator = evaluator_of(job, accelerator, batch_size=1)
     if accelerator.is_last_process:

@@ -1,8 +1,8 @@
-"""Trains small heads, with all that depends on the whole batch, as whatever launcher runs this file.
+"""Trains small heads, with everything that depends on the whole batch, under any launcher.
 
-Usage: launched_heads.py FOLDER first|second. The first time: a run to its end in FOLDER/straight, two steps of the run
-in FOLDER/chain if there is one, and a run in FOLDER/killed that kills itself after a step that no checkpoint holds;
-the second time: that run to its end.
+Usage: launched_heads.py FOLDER first|second. The first time, it does a whole run in FOLDER/straight, two steps of the
+run in FOLDER/chain if it exists, and a run in FOLDER/killed that kills itself after a step without a checkpoint. The
+second time, it finishes the killed run.
 """
 
 import json
@@ -39,16 +39,16 @@ STEPS = 8
 SETTINGS: dict[str, Any] = {"batch_size": 8, "micro_batch_size": 2, "mixed_precision": "no", "learning_rate": 1e-2}
 SECTION = TrainingSection(steps=STEPS, **SETTINGS)
 SECTION_OF_HEADS = HeadsSection(num_heads=3, markov_rank=5, loss=LossSection(cross_entropy=1, forward_kl=1))
-EXAMPLES = toy_examples(12, vocab=15)  # an odd vocabulary: no tensor of the heads divides into equal parts by luck
+EXAMPLES = toy_examples(12, vocab=15)  # odd, so that no tensor divides into equal parts by chance
 
 
 WRAPPERS: list[str] = []
 BUCKET_VIEWS: list[bool | None] = []
-"""Of DDP: whether gradients are views of what is sent."""
+"""For DDP, whether gradients are views of the buffers that are sent."""
 
 
 def noting_prepare(*args: Any) -> Runner:
-    """What the loop does, noting what it trains through."""
+    """Prepare like the loop, and record what it trains through."""
     runner = prepare(*args)
     WRAPPERS.append(type(runner.module).__name__)
     BUCKET_VIEWS.append(getattr(runner.module, "gradient_as_bucket_view", None))
@@ -63,7 +63,7 @@ def target() -> CausalLM:
 
 
 class _Scaled(MedusaTraining):
-    """With three more parameters, which two processes cannot share out evenly."""
+    """A module with three more parameters, which two processes cannot divide evenly."""
 
     def __init__(self, training: MedusaTraining) -> None:
         super().__init__(training.heads, SECTION_OF_HEADS)
@@ -72,19 +72,19 @@ class _Scaled(MedusaTraining):
     def forward(self, inputs: HeadInputs, scale: Tensor | None = None) -> TermSums:
         factors = self.scale if scale is None else scale * self.scale
         losses, hits, total = super().forward(inputs, factors.detach())
-        own = (losses * factors).sum()  # adds nothing but the gradient of the three parameters
+        own = (losses * factors).sum()  # adds only the gradient of the three parameters
         return TermSums(losses * self.scale.detach(), hits, total + own - own.detach())
 
 
 class _TwoRates(MedusaObjective):
-    """The second head learns twice as fast: two groups of parameters."""
+    """An objective whose second head learns twice as fast, so there are two groups of parameters."""
 
     def rates(self, step: int) -> Mapping[str, float]:
         return {"heads.heads.1.": 2.0, "": 1.0}
 
 
 def heads_objective(seed: int, dtype: torch.dtype = torch.float32) -> MedusaObjective:
-    """Three heads that start from noise, another for each seed, on the same target in ``dtype``."""
+    """Make three heads that start from noise, which depends on the seed, on the same target in ``dtype``."""
     states = OnlineTarget(CausalLM(target().model.to(dtype)))
     objective = _TwoRates(states, SECTION_OF_HEADS, STEPS, torch.float32)
     objective.module = _Scaled(objective.module)
@@ -97,15 +97,15 @@ def heads_objective(seed: int, dtype: torch.dtype = torch.float32) -> MedusaObje
 
 def accelerator_of_the_launcher() -> Accelerator:
     accelerator = build_accelerator(SECTION.mixed_precision)
-    if zero_stage(accelerator) == 3:  # which otherwise leaves parameters as small as these whole
+    if zero_stage(accelerator) == 3:  # DeepSpeed would not shard parameters as small as these
         zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_param_persistence_threshold"] = 0
     return accelerator
 
 
 def run(folder: Path, accelerator: Accelerator, recorder: Recorder, seed: int = 0) -> MedusaObjective:
-    """Train in ``folder``, decoding with the heads at steps 3 and 6 as an evaluation does."""
-    accelerator.free_memory()  # which of the run before it is done with
+    """Train in ``folder``; decode with the heads at steps 3 and 6, like an evaluation."""
+    accelerator.free_memory()  # the state of the previous run is no longer needed
     objective = heads_objective(seed)
 
     def evaluate(progress: Progress) -> None:

@@ -1,7 +1,6 @@
-"""Run scripts/train.py as a process that torchrun restarts: the first attempts end by kill -9, the third goes through.
-
-The first time the second process dies after step 3, of which no checkpoint knows; the second time the first process
-dies in the middle of a checkpoint, whose weights are written and whose state is not.
+"""Run scripts/train.py as a process that torchrun restarts: the first two attempts end by kill -9, and the third
+succeeds. In the first attempt the second process dies after step 3, which no checkpoint contains. In the second attempt
+the first process dies in the middle of a checkpoint, whose weights are written but whose state is not.
 
 Usage, under torchrun --max-restarts 2: launched_killed.py RECIPE [section.key=value ...]
 """

@@ -1,6 +1,7 @@
-"""Let one of two processes work for longer than the other waits where it hears nothing, as torchrun runs this file.
+"""Under torchrun, let one of two processes work for longer than the other waits without a sign from it.
 
-Usage: launched_patience.py FOLDER: FOLDER/RANK.json says how the work ended, with signs between them and without.
+Usage: launched_patience.py FOLDER. FOLDER/RANK.json says how the work ended, with and without signs between the
+processes.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Let one of two processes refuse at each place where the others would wait for it, as torchrun runs this file.
+"""Under torchrun, let one of two processes fail at each place where the other would wait for it.
 
-Usage: launched_refusals.py FOLDER PLACE ...: writes FOLDER/PLACE-RANK.json, the error that each process ended with.
+Usage: launched_refusals.py FOLDER PLACE ...; writes FOLDER/PLACE-RANK.json, the error with which each process ended.
 """
 
 import json
@@ -25,7 +25,7 @@ QUIET = Console(quiet=True)
 
 
 class Place(NamedTuple):
-    """The work in which the process of a rank refuses, by a function that raises in it."""
+    """The work during which the process of a rank fails, by means of a function that raises an error."""
 
     rank: int
     function: str
@@ -67,7 +67,7 @@ PLACES = {
 
 
 def prepare(folder: Path) -> None:
-    """Write a target, texts and recipes, of features in several shards too."""
+    """Write a target, texts and recipes, including recipes with features in several shards."""
     write_workshop(folder)
     (folder / "prompts.jsonl").write_text('{"prompt": "a b c"}\n{"prompt": "b c d"}\n')
     write_recipe(folder, "medusa", folder / "medusa", micro_batch_size=2)

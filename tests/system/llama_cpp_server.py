@@ -1,4 +1,4 @@
-"""Real llama.cpp as a server for as long as a test needs it."""
+"""Real llama.cpp as a server, for the duration of a test."""
 
 import subprocess
 from collections.abc import Iterator
@@ -12,7 +12,9 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def llama_cpp(
     target: Path, draft: Path | None = None, tokens: int = 3, places: int = 4, method: str = "simple"
 ) -> Iterator[str]:
-    """Serve a GGUF file, with another as its draft if given, ``places`` texts at a time; yields the address."""
+    """Serve a GGUF file, with another file as its draft if there is one, ``places`` texts at a time;
+    yield the address.
+    """
     speculation = [] if draft is None else [draft, str(tokens), method]
     python = BENCHMARKS.parent / ".venv-engines" / "bin" / "python"
     command = [python, BENCHMARKS / "llama_cpp_server.py", str(places), target, *speculation]

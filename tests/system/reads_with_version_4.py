@@ -1,4 +1,4 @@
-"""Print what transformers 4 reads from the drafts in a folder: for each its logits of a text and what a tokenizer says.
+"""Print what transformers 4 reads from the drafts in a folder: for each draft the logits of a text, and the tokens.
 
 Run with an old transformers first on the path: ``python reads_with_version_4.py FOLDER TOKENS TEXT``.
 """
@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
 def read(folder: Path, tokens: list[int], text: str) -> dict[str, Any]:
-    # Of itself version 4 would run Gemma-2 under sdpa, which leaves out its softcapping.
+    # By default version 4 would run Gemma-2 with sdpa, which ignores soft capping.
     attention = "eager" if AutoConfig.from_pretrained(folder).model_type == "gemma2" else "sdpa"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)

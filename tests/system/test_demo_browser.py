@@ -1,6 +1,6 @@
-"""The web demo in headless Chromium, from a separate server process: what people do there, alone and at once.
+"""The web demo in headless Chromium, with a separate server process: the actions of one visitor and of several at once.
 
-Skipped where there is no Chromium, Playwright or Gradio. HEADSTART_SCREENSHOTS=FOLDER keeps the pictures.
+Skipped without Chromium, Playwright or Gradio. HEADSTART_SCREENSHOTS=FOLDER keeps the pictures.
 """
 
 import os
@@ -37,7 +37,7 @@ OUTSIDE = """() => [...document.querySelectorAll("body *")].filter(each =>
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a demo of a tiny target, whose draft is the target itself or a lookup."""
+    """Serve a demo of a tiny target, with the target itself and a lookup as drafters; yield the address."""
     target = tmp_path_factory.mktemp("demo") / "target"
     tiny_model(vocab=128, max_position_embeddings=4096).save_pretrained(target)
     byte_tokenizer().save_pretrained(target)
@@ -70,7 +70,9 @@ def browser() -> Iterator[Browser]:
 
 
 class Visit:
-    """A browser window of its own at the demo: its page, the addresses that it asked, the errors of its console."""
+    """A separate browser window that shows the demo: its page, the addresses that it requested, and the errors in its
+    console.
+    """
 
     def __init__(self, browser: Browser, server: str, scheme: str = "light", size: str = "wide") -> None:
         self.server, (width, height) = server, SIZES[size]
@@ -111,7 +113,7 @@ class Visit:
             expect(self.page.locator(f"#{side} .text")).to_have_text(re.compile("..", re.DOTALL), timeout=30_000)
 
     def close(self) -> None:
-        """Leave; every request was the server's own, and nothing went wrong."""
+        """Close the window; check that all requests went to the server and that there were no errors."""
         self.context.close()
         inside = [url for url in self.asked if url.startswith((self.server, "data:", "blob:"))]
         assert len(inside) > 10 and self.asked == inside

@@ -1,4 +1,4 @@
-"""One run under every launcher: the same losses, whole artefacts, and a resume that does not ask who wrote."""
+"""One run under every launcher: the same losses, whole artefacts, and a resume that does not depend on the launcher."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ WRAPPERS = {"ddp": "DistributedDataParallel", "fsdp2": "FSDP_Scaled"}
 WRAPPERS |= {"zero2": "DeepSpeedEngine", "zero3": "DeepSpeedEngine"}
 FSDP2 = [*ACCELERATE, "--config_file", str(ROOT / "recipes" / "accelerate" / "fsdp.yaml"), "--main_process_port", "0"]
 FSDP2 += [str(ROOT / "tests" / "system" / "launched_fsdp2.py")]
-"""Behind it stands the script that two processes run."""
+"""The script that two processes run follows these words."""
 
 
 def command_of(kind: str, folder: Path, part: str, options: Sequence[str] = ("--main_process_port", "0")) -> list[str]:
@@ -40,13 +40,13 @@ def command_of(kind: str, folder: Path, part: str, options: Sequence[str] = ("--
 
 
 def cpu_of(kind: str) -> str | None:
-    """The value of ACCELERATE_USE_CPU, which accelerate needs for DDP and DeepSpeed does not bear."""
+    """Return the value of ACCELERATE_USE_CPU, which accelerate needs for DDP and which DeepSpeed does not tolerate."""
     return None if kind.startswith("zero") else "true"
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, dict[str, float]], nn.Module]:
-    """The run in one process: every step's figures, and what was trained."""
+    """Return the figures of every step, and the trained weights, of the run in one process."""
     recorder = Recorder()
     with cpu_accelerator() as accelerator:
         objective = run(tmp_path_factory.mktemp("alone"), accelerator, recorder)
@@ -56,7 +56,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, dict[str,
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of what two processes did under a launcher, each of which is launched when first asked for."""
+    """Return the folder of two processes' work under a launcher; each launch happens when it is first needed."""
     folders: dict[str, Path] = {}
 
     def done(kind: str) -> Path:
@@ -77,7 +77,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def chain_begins(folder: Path) -> None:
-    """The first two steps of a run, in one process."""
+    """Do the first two steps of a run in one process."""
     recorder = Recorder()
     recorder.actions[2] = interrupt
     with cpu_accelerator() as accelerator, pytest.raises(Interrupted):
@@ -85,7 +85,7 @@ def chain_begins(folder: Path) -> None:
 
 
 def finish(kind: str, folder: Path) -> None:
-    """Both parts: the first ends as it was killed."""
+    """Run both parts; the first part ends by a kill."""
     first = run_to_an_end(command_of(kind, folder, "first"), folder, ACCELERATE_USE_CPU=cpu_of(kind))
     assert first.returncode != 0 and (folder / "straight" / "figures.json").exists(), first.stderr[-4000:]
     assert not (folder / "killed" / "figures.json").exists()
@@ -108,7 +108,7 @@ def test_what_was_asked_for_is_what_ran(kind: str, launched: Callable[[str], Pat
 
 
 def test_zero1_is_launched_as_zero2_is_but_for_its_stage() -> None:
-    """Here nothing asks which of them it is."""
+    """No code here distinguishes the two."""
     one, two = (yaml.safe_load((ROOT / "recipes" / "accelerate" / f"zero{stage}.yaml").read_text()) for stage in (1, 2))
     assert (one["deepspeed_config"].pop("zero_stage"), two["deepspeed_config"].pop("zero_stage")) == (1, 2)
     assert one == two
@@ -116,7 +116,10 @@ def test_zero1_is_launched_as_zero2_is_but_for_its_stage() -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_two_processes_train_as_one(kind: str, launched: Callable[[str], Path], alone: Any) -> None:
-    """Eight sequences a step, as two micro batches of two in each: losses, gradient norms and evaluations."""
+    """Each step has eight sequences, two micro batches of two in each process.
+
+    Losses, gradient norms and evaluations are equal.
+    """
     found, (figures, _) = noted(launched(kind) / "straight"), alone
     assert list(found["figures"]) == [str(step) for step in range(1, STEPS + 1)] and found["evaluated"] == [3, 6]
     for step, expected in figures.items():
@@ -140,7 +143,7 @@ def test_checkpoints_hold_whole_tensors_by_name(kind: str, launched: Callable[[s
 def test_a_run_resumed_after_kill_9_equals_the_one_that_was_never_killed(
     kind: str, launched: Callable[[str], Path]
 ) -> None:
-    """Bit by bit. The kill fell after step 5, of which the checkpoint of step 4 knows nothing."""
+    """The weights are equal bit by bit. The kill came after step 5, and the last checkpoint was of step 4."""
     straight, killed = (launched(kind) / name for name in ("straight", "killed"))
     resumed, whole = noted(killed)["figures"], noted(straight)["figures"]
     assert resumed == {step: whole[step] for step in ("5", "6", "7", "8")}
@@ -150,7 +153,9 @@ def test_a_run_resumed_after_kill_9_equals_the_one_that_was_never_killed(
 
 @pytest.mark.parametrize("last", ["zero2", "fsdp2"])
 def test_a_run_may_change_its_launcher_at_every_resume(last: str, launched: Callable[[str], Path], alone: Any) -> None:
-    """Two steps in one process, two each under DDP, ZeRO-3 and the last: the losses are those of one run."""
+    """Two steps each run in one process, under DDP, under ZeRO-3 and under the last launcher; the losses equal those of
+    one run.
+    """
     chained = {}
     for kind in ("ddp", "zero3", last):
         chained |= noted(launched(kind) / "chain")["figures"]
@@ -160,7 +165,7 @@ def test_a_run_may_change_its_launcher_at_every_resume(last: str, launched: Call
 
 
 def test_two_launchers_that_know_of_each_other_train_as_one(tmp_path: Path, alone: Any) -> None:
-    """What two machines do: one launcher each, with one process each, and a folder that both see."""
+    """This simulates two machines: each has a launcher with one process, and both see one folder."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     machines = ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1"]
@@ -178,7 +183,7 @@ def test_two_launchers_that_know_of_each_other_train_as_one(tmp_path: Path, alon
 
 
 def own_zero3(folder: Path) -> str:
-    """A launcher's configuration that names a DeepSpeed file: no parameter is too small to be sharded."""
+    """Write a launcher's configuration with a DeepSpeed file in which no parameter is too small to be sharded."""
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     (folder / "deepspeed.json").write_text(json.dumps({"zero_optimization": zero}))
     content = yaml.safe_load((ROOT / "recipes" / "accelerate" / "zero3.yaml").read_text())
@@ -189,14 +194,14 @@ def own_zero3(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def joint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A workshop with a run of Medusa-2 by one process in ``one``."""
+    """Return a workshop in which ``one`` contains a run of Medusa-2 in one process."""
     workshop = write_workshop(tmp_path_factory.mktemp("joint"))
     run_program([*DIRECT, *joint_recipe(workshop, "one")], workshop)
     return workshop
 
 
 def joint_recipe(workshop: Path, name: str) -> list[str]:
-    """A recipe for heads and adapters, with its overrides."""
+    """Return the words of a recipe for heads and adapters, with overrides."""
     overrides = ["evaluation.every=3", "adapters.rank=4", "adapters.dropout=0.0", "adapters.heads_first_steps=2"]
     overrides += ["adapters.base_loss=forward_kl"]
     return [write_recipe(workshop, "medusa", workshop / name, steps=5, micro_batch_size=2), *overrides]
@@ -206,7 +211,7 @@ def joint_recipe(workshop: Path, name: str) -> list[str]:
 def test_heads_and_adapters_train_together_with_every_weight_sharded_as_in_one_process(
     kind: str, joint: Path, tmp_path: Path
 ) -> None:
-    """Medusa-2 by scripts/train.py: the target, sharded, is evaluated and saved whole with its adapters in it."""
+    """scripts/train.py runs Medusa-2; the sharded target is evaluated, and saved whole with the adapters merged in."""
     if kind == "zero3":
         pytest.importorskip("deepspeed", reason="DeepSpeed is an optional extra")
     zero3 = [*ACCELERATE, "--config_file", own_zero3(tmp_path), "--main_process_port", "0"]

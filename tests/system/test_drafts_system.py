@@ -1,4 +1,4 @@
-"""A draft that learns from what is written during its training, under several launchers, through kills."""
+"""A draft that learns from texts written during its training, under several launchers and with kills."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,9 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(workshop: Path, name: str) -> tuple[str, Path]:
-    """A recipe with generated rows, trimmed vocabulary and the best weights kept; and where its run goes."""
+    """Write a recipe with generated rows, a trimmed vocabulary and ``keep: best``; return it with the folder of its
+    run.
+    """
     output = workshop / name
     path = Path(write_recipe(workshop, "draft", output, every=5, steps=STEPS, micro_batch_size=2))
     content: dict[str, Any] = yaml.safe_load(path.read_text())
@@ -36,7 +38,7 @@ def alone(workshop: Path) -> Path:
 
 
 def written(output: Path) -> list[Any]:
-    """Every text that was written, whichever process wrote it."""
+    """Return every text that was written, by any process."""
     rows = [
         json.loads(line) for file in (output / "generated").glob("*.jsonl") for line in file.read_text().splitlines()
     ]
@@ -44,7 +46,7 @@ def written(output: Path) -> list[Any]:
 
 
 def evaluated(output: Path) -> list[Any]:
-    """The lines of all evaluations, but for the tokens trained so far."""
+    """Return the lines of all evaluations without the number of tokens trained so far."""
     return [{**line, "tokens": 0} for line in metrics(output) if "heldout/tokens_per_pass" in line]
 
 
@@ -54,5 +56,5 @@ def test_two_processes_write_and_learn_what_one_does(alone: Path, workshop: Path
     assert provenance(output)["num_processes"] == 2
     assert written(output) == written(alone) and evaluated(output) == evaluated(alone)
     for step, loss in losses(alone).items():
-        # The first gradients are nearly zero: the optimizer makes steps of their rounding.
+        # The first gradients are nearly zero, so the optimizer's steps depend on their rounding.
         assert losses(output)[step] == pytest.approx(loss, rel=1e-3)

@@ -1,4 +1,4 @@
-"""Drafts over states under several launchers: what two processes train, whole or sharded, is what one does."""
+"""Drafts that read states, under several launchers: two processes, whole or sharded, train the same as one process."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(workshop: Path, kind: str, name: str) -> tuple[str, Path]:
-    """A recipe of which half the rows are written by the loop; evaluated on the way."""
+    """Write a recipe in which the loop writes half of the rows, with evaluations during the run."""
     name = f"{kind}-{name}"
     path = Path(write_recipe(workshop, "draft", workshop / name, steps=6, micro_batch_size=2, learning_rate=1e-2))
     content = yaml.safe_load(path.read_text())
@@ -69,7 +69,9 @@ def check_equal(output: Path, alone: Path) -> None:
 def test_two_processes_train_the_draft_as_one_does_though_two_are_killed(
     alone: Path, workshop: Path, kind: str
 ) -> None:
-    """torchrun starts both again after each kill -9; they go on from the last whole checkpoint, inside of a window."""
+    """After each kill -9 torchrun restarts both processes, which resume from the last whole checkpoint, inside a
+    window.
+    """
     path, output = recipe(workshop, kind, "pair")
     run([*RESTARTING, path, "checkpoint.every=2"], workshop)
     assert provenance(output)["num_processes"] == 2

@@ -1,4 +1,6 @@
-"""Held-out evaluations of several processes: the figures of one, each prompt decoded once, errors told by all."""
+"""Held-out evaluations by several processes: the figures of one process, each prompt decoded once, errors raised by
+all.
+"""
 
 import json
 from pathlib import Path
@@ -17,7 +19,7 @@ PROGRAM = ROOT / "tests" / "system" / "launched_evaluation.py"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random target, of whose tokens a draft of some of its layers guesses a few; and what two processes found."""
+    """Return the folder of a random target, a draft of some of its layers, and the results of two processes."""
     folder = tmp_path_factory.mktemp("evaluation")
     write_target(folder / "target", seed=3)
     write_corpus(folder)
@@ -35,13 +37,13 @@ def test_both_processes_find_what_one_finds_in_every_dtype_at_every_temperature(
     alone = found(folder, None)
     assert of_process(folder, 0)["found"] == of_process(folder, 1)["found"] == alone
     figures = [json.dumps(found) for name, found in alone.items() if "texts" not in name]
-    assert len(figures) == 6 and len(set(figures)) >= 3  # temperatures and dtypes differ: equality says something
+    assert len(figures) == 6 and len(set(figures)) >= 3  # figures differ by temperature and dtype
     assert alone["fp32, 1 at a time, T=0"] == alone["fp32, 3 at a time, T=0"]
     assert alone["fp32, 1 at a time, T=1"] == alone["fp32, 3 at a time, T=1"]
 
 
 def test_each_prompt_is_decoded_by_one_of_them(folder: Path) -> None:
-    """Of seven prompts one at a time the first has four; of batches of 3, 2 and 2 the first and the last."""
+    """Of seven single prompts the first process has four; of batches of 3, 2 and 2 it has the first and the last."""
     assert [of_process(folder, rank)["decoded"] for rank in (0, 1)] == [2 * 4 + 4 * 5, 2 * 3 + 4 * 2]
 
 
@@ -58,7 +60,7 @@ OPTIONS: dict[str, Any] = {
     "max_new_tokens": 6,
     "settings": ["greedy", "sampling"],
     "dtype": "fp32",
-    "policy": ["fixed"],  # the other one reads the clock
+    "policy": ["fixed"],  # the other policy reads the clock
 }
 TWO = [*ACCELERATE, "--quiet", "--config_file", str(ROOT / "recipes" / "accelerate" / "ddp.yaml")]
 TWO += ["--main_process_port", "0", "-m", "trainer.cli", "evaluate", "--drafter", "lookup", "--max-new-tokens", "6"]
@@ -66,7 +68,7 @@ TWO += ["--settings", "greedy,sampling", "--batch-size", "1,2", "--dtype", "fp32
 
 
 def runs(folder: Path) -> dict[Any, Any]:
-    """The prompts, texts and steps of every record, by its name."""
+    """Return the prompts, texts and steps of every record by the record's name."""
     found = {}
     for file in folder.glob("runs-*.jsonl"):
         for line in map(json.loads, file.read_text().splitlines()):

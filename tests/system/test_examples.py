@@ -1,4 +1,4 @@
-"""The programs of examples/, run as they are started, on a target trained in seconds: what each claims, it shows."""
+"""The programs in examples/, run as users run them, on a target trained in seconds: each shows what it claims."""
 
 import re
 import sys
@@ -31,7 +31,7 @@ QUICK = [
 
 
 class Desk(NamedTuple):
-    """A folder with a trained target, a draft of it and its data, in which examples run."""
+    """A folder with a trained target, a draft of it and its data, in which the examples run."""
 
     folder: Path
     target: Path
@@ -46,7 +46,7 @@ class Desk(NamedTuple):
 
     @property
     def recipe(self) -> list[str]:
-        """Overrides that train on this desk's target and data, quickly."""
+        """Return overrides for quick training on this desk's target and data."""
         data = [f"data.{name}={self.folder / name}.jsonl" for name in ("train", "heldout")]
         return [f"target={self.target}", *data, *QUICK]
 
@@ -58,7 +58,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
 
 
 def figure(pattern: str, text: str) -> float:
-    """Return the one figure that stands where the pattern has its group."""
+    """Return the only figure that matches the group of the pattern."""
     (found,) = re.findall(pattern, text, re.M)
     return float(found)
 

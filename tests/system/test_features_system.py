@@ -1,4 +1,4 @@
-"""Features as a user makes them: written by two processes, trained from."""
+"""Features as users create them: written by two processes, and used for training."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ SHARDS = 12  # 42 rows of 24 tokens in a shard of 1,024
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target that counts, its tokenizer, and many texts such as it writes."""
+    """Write a target that counts, its tokenizer, and many texts like those it writes."""
     folder = tmp_path_factory.mktemp("workshop")
     counting_model().save_pretrained(folder / "target")
     tiny_tokenizer().save_pretrained(folder / "target")
@@ -38,7 +38,7 @@ def write_recipe(workshop: Path, path: Path, features: dict[str, Any] | None, **
 def test_two_processes_write_features_and_train_from_them_as_one_does_from_the_target(
     workshop: Path, tmp_path: Path
 ) -> None:
-    """The target is set aside meanwhile, and is there again to choose the tree and to evaluate."""
+    """The target is released meanwhile, and loaded again to choose the tree and to evaluate."""
     folder = tmp_path / "features"
     stored = {"folder": str(folder), "keep_target": False}
     two = write_recipe(workshop, tmp_path / "two.yaml", stored)

@@ -1,4 +1,4 @@
-"""The GPU suite, on a CPU: every step runs, in little time, with little installed, and nothing measured is lost."""
+"""The GPU suite on a CPU: every step runs in little time with few packages, and no measurement is lost."""
 
 import json
 import os
@@ -24,7 +24,7 @@ LEFT_OUT |= {"matplotlib", "peft", "platformdirs", "pydantic", "pytest", "_pytes
 
 
 def few_packages(folder: Path) -> Path:
-    """This environment's packages as links, without those that the suite does without."""
+    """Link this environment's packages, except those that the suite does not need."""
     folder.mkdir()
     for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
         name = re.split(r"[-.]", entry.name.lower())[0]
@@ -111,7 +111,7 @@ def test_a_step_that_fails_or_does_not_end_keeps_what_it_measured_and_is_done_ag
     assert found["dies"]["errors"] == {"the rest": "its process exited with code 7"}
     assert not any(step["done"] for step in found.values())
     assert gpu_suite.left_of(report) == ["Left: fails; endless; dies. Run `make gpu` again."]
-    # Once more: what is done by now is kept.
+    # A second run keeps the finished steps.
     steps["dies"] = step_of(2, again=lambda: {"ms": 5})
     gpu_suite.main([*given, "--steps", "dies"])
     steps["dies"] = step_of(2, third=lambda: {"ms": 6})

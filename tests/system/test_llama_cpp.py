@@ -1,6 +1,6 @@
-"""What was exported as GGUF, in real llama.cpp: our texts, our counts, our logits and our tokens, and two controls.
+"""GGUF exports in real llama.cpp have our texts, counts, logits and tokens; two controls must differ.
 
-Needs the environment that `make engines` makes, of which `make test` takes care.
+Needs the environment that `make engines` creates; `make test` creates it as well.
 """
 
 import io
@@ -87,7 +87,7 @@ REREAD: dict[str, dict[str, Any]] = {
     "dflash, windows": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4, "is_causal": False},
     "dflash, yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **STRETCHED}},
 }
-"""Other readings of the DFlash draft's weights: it drafts worse with them, but the same here and in llama.cpp."""
+"""Other readings of the DFlash draft's weights, which draft worse but the same here and in llama.cpp."""
 EAGLE3: dict[str, dict[str, Any]] = {
     "eagle3": {},
     "eagle3, few tokens and norms": {"vocabulary": 60, "norm_before_residual": True, "norm_before_fc": True},
@@ -102,7 +102,9 @@ Row = dict[str, Any]
 
 
 def split_by(*parts: Any) -> PreTrainedTokenizerFast:
-    """A byte-level BPE whose tokens go beyond words, digits and lines, so that the pre-tokenizer shows."""
+    """Make a byte-level BPE whose tokens cross the borders of words, digits and lines, so that the pre-tokenizer
+    matters.
+    """
     tokenizer = bpe_tokenizer([*TEXTS, "12345 " * 99], use_regex=False)
     by_words = not any(isinstance(part, pre_tokenizers.Split) for part in parts)
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_words)
@@ -111,7 +113,7 @@ def split_by(*parts: Any) -> PreTrainedTokenizerFast:
 
 
 def sentencepiece() -> PreTrainedTokenizerFast:
-    """A BPE with byte fallback, merged in the order of its tokens, that begins texts with <s> and a space."""
+    """Make a BPE with byte fallback, merged in the order of its tokens, that begins texts with <s> and a space."""
     words = ["▁A", "nn", "▁Ann", "ha", "▁h", "as", "▁ha", "▁has", "gg", "egg", "▁egg", "▁▁", "▁▁▁▁", "12"]
     letters = "AEBTZabcdefghijklmnopqrstuvwxyz0123456789.,'"
     known = {"▁", *letters, *words}
@@ -129,7 +131,7 @@ TOKENIZERS = {
 
 
 class Desk:
-    """A trained pair, and random models of other architectures and tokenizers, as folders and as GGUF files."""
+    """A trained pair, and random models with other architectures and tokenizers, as folders and as GGUF files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -146,9 +148,9 @@ class Desk:
         return export(source, self.folder / "gguf" / name, "gguf", type=type, prompts=NO_PROMPTS).folder / "model.gguf"
 
     def random_file(self, name: str, tokenizer: PreTrainedTokenizerFast, family: str, **changes: Any) -> Path:
-        """A random model's file; large weights, so that logits differ by whole numbers."""
+        """Write the file of a random model with large weights, so that logits differ by whole numbers."""
         sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "initializer_range": 0.1}
-        rows = self.target.vocab_size + 8  # transformers gives every tokenizer of a qwen2 one token more
+        rows = self.target.vocab_size + 8  # transformers adds one token to every tokenizer of a qwen2
         model = tiny_model(family, rows, **{**sizes, "max_position_embeddings": 256, **changes})
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("bias"):
@@ -159,7 +161,7 @@ class Desk:
         return self.file(self.folder / name, name)
 
     def with_other_embeddings(self) -> Path:
-        """The trained draft, each of its tokens given the embedding of the one before."""
+        """Return the trained draft, in which each token has the embedding of the token before it."""
         folder = self.folder / "damaged"
         shutil.copytree(self.pair[1], folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
@@ -170,7 +172,7 @@ class Desk:
         return self.file(folder, "damaged-gguf")
 
     def dspark_cases(self, targets: dict[str, Path]) -> list[LlamaCppCase]:
-        """Of the first every type; the target's file is of the same."""
+        """Return the cases: the first draft in every type, each with a target file of the same type."""
         found, drafts = [], dict[str, Path]()
         for name, section in DSPARK.items():
             trained = train_dspark(self.folder, self.pair[0], name, block_size=DRAFT_TOKENS, **section)
@@ -189,7 +191,7 @@ class Desk:
         return found
 
     def eagle3_cases(self, target: Path, model: CausalLM) -> list[LlamaCppCase]:
-        """Drafts of a target of eight layers; the first one is also read with other settings."""
+        """Return cases of drafts for a target of eight layers; the first draft is also read with other settings."""
         file, folders = self.file(target, "deep-gguf"), dict[str, Path]()
         for name, settings in EAGLE3.items():
             folders[name] = fit_eagle3(self.folder / name, target, **settings)
@@ -230,14 +232,14 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
 
 @pytest.fixture(scope="module")
 def found(desk: Desk) -> dict[str, Row]:
-    """The rows of all cases by name, from one process of llama.cpp."""
+    """Return the rows of all cases by name, from one process of llama.cpp."""
     rows = serve_llama_cpp(desk.target, desk.cases(), desk.prompts, MAX_NEW_TOKENS, desk.ends)
     return {row["artefact"]: row for row in rows}
 
 
 @pytest.fixture(scope="module")
 def eagle3(desk: Desk) -> dict[str, Row]:
-    """The rows of EAGLE-3 drafts, with a target whose layers are spread among others that change nothing."""
+    """Return the rows of EAGLE-3 drafts, with a target whose layers lie among others that change nothing."""
     target = deepened(desk.folder / "deep", desk.pair[0], kept=(0, 2, 4))
     model = CausalLM(load_model(str(target), torch.float32))
     rows = serve_llama_cpp(model, desk.eagle3_cases(target, model), desk.prompts, MAX_NEW_TOKENS, desk.ends)
@@ -266,7 +268,9 @@ def test_a_trained_draft_writes_our_text_in_as_many_passes_as_here(found: dict[s
 def test_every_type_speculates_without_loss_against_its_own_target(
     desk: Desk, found: dict[str, Row], type: str
 ) -> None:
-    """But for near-ties in q8_0, whose products llama.cpp rounds otherwise for one token than for several."""
+    """The exception is near-ties in q8_0, because llama.cpp rounds products for one token and for several
+    differently.
+    """
     plain, drafted = found[f"plain {type}"], found[f"draft {type}"]
     for prompt, text, own in zip(desk.prompts, drafted["texts"], plain["texts"], strict=True):
         margin = margin_of(desk.target, prompt, text, own)
@@ -278,7 +282,7 @@ def test_every_type_speculates_without_loss_against_its_own_target(
     "name", [*(f"{name} f32" for name in (*DSPARK, *REREAD)), "dspark f16", "dspark bf16", "dspark q8_0"]
 )
 def test_a_dspark_draft_writes_our_text_in_as_many_passes_as_here(found: dict[str, Row], name: str) -> None:
-    """Rounding turns no drafted token over here: the counts are the unrounded draft's."""
+    """Rounding changes no drafted token here, so the counts equal those of the unrounded draft."""
     row = found[name]
     assert row["equal"] == row["prompts"] == PROMPTS
     assert row["theirs"] == row["ours"]
@@ -313,7 +317,7 @@ def test_a_damaged_draft_shows_in_the_counts_and_not_in_the_text(found: dict[str
 
 @torch.inference_mode()
 def error_of(model: CausalLM, probed: tuple[tuple[int, ...], ...], logprobs: list[list[float]]) -> float:
-    """The largest difference of a log-probability."""
+    """Return the largest difference of a log-probability."""
     ours = torch.stack([model.model(torch.tensor([text])).logits[0, -1].log_softmax(-1) for text in probed])
     return float((ours - torch.tensor(logprobs)).abs().max())
 
@@ -340,7 +344,9 @@ def test_llama_cpp_splits_texts_as_the_tokenizer_does(desk: Desk, found: dict[st
 def test_a_draft_of_a_gguf_file_serves_with_that_very_file(
     desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the file's dequantised weights the counts are ours; with the file itself only rounding parts the texts."""
+    """With the dequantised weights of the file the counts equal ours; with the file itself texts differ only by
+    rounding.
+    """
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
     original = desk.file(desk.pair[0], "original", "q8_0")

@@ -1,6 +1,6 @@
 """Every command and program in the README and the docs, run on tiny models.
 
-All but one are forked with their imports done.
+All but one are forks of a process that has done the imports.
 """
 
 import json
@@ -46,7 +46,7 @@ _TINY_RECIPE = (
     "training.steps=2 training.batch_size=2 training.micro_batch_size=2 data.max_length=64 evaluation.prompts=1 "
     "evaluation.best_prompts=8 evaluation.tree_prompts=1 evaluation.max_new_tokens=4 tracking=none"
 )
-TINY = {  # what makes a command quick, after its own words
+TINY = {  # words that make a command quick, appended to it
     "headstart train": _TINY_RECIPE,
     "headstart plan": "--limit 2 --max-new-tokens 12 --batch-size 1",
     "headstart realign": "--steps 2 --max-new-tokens 12 training.batch_size=2 training.micro_batch_size=2",
@@ -74,17 +74,17 @@ def visit():
 
 threading.Thread(target=visit, daemon=True).start()
 main()
-"""  # the program with a visitor, who presses Ctrl-C
+"""  # the program with a visitor who presses Ctrl-C
 
 MAIN = "; from trainer.cli import main; main()"
 PIPED = "import os; os.dup2(os.open('asked.txt', 0), 0)" + MAIN
-"""The program with a file as its input."""
+"""The program with a file as standard input."""
 QUICK = "import functools as f, trainer.commands.plan as p; p.PlanConfig = f.partial(p.PlanConfig, seconds=.1)" + MAIN
-"""The program, which plans after moments."""
+"""The program with plans that measure for only a moment."""
 
 
 def commands(text: str) -> list[str]:
-    """The lines of a page's shell blocks, without comments."""
+    """Return the lines of a page's shell blocks, without comments."""
     blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)
     return [line.split("#")[0].strip() for block in blocks for line in block.splitlines() if line]
 
@@ -94,7 +94,7 @@ COMMANDS = commands(README)
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the repository's recipes and scripts, a tiny model called ORG/NAME, and data."""
+    """Make a folder with the repository's recipes and scripts, a tiny model called ORG/NAME, and data."""
     folder = tmp_path_factory.mktemp("desk")
     for name in ("recipes", "scripts"):
         (folder / name).symlink_to(ROOT / name)
@@ -102,7 +102,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model(vocab=130, head_dim=32, max_position_embeddings=512).save_pretrained(folder / "ORG" / "NAME")
     byte_tokenizer().save_pretrained(folder / "ORG" / "NAME")
     row = json.dumps({"prompt": "What is 3 + 4?", "answer": "3 + 4 = 7, so the answer is 7."})
-    for name, rows in (("train.jsonl", 4), ("test.jsonl", 20), ("prompts.jsonl", 4)):  # 20 fill a context of 256
+    for name, rows in (("train.jsonl", 4), ("test.jsonl", 20), ("prompts.jsonl", 4)):  # 20 rows fill a context of 256
         (folder / name).write_text(f"{row}\n" * rows)
     return folder
 
@@ -115,7 +115,9 @@ def hub() -> Iterator[FakeHub]:
 
 @pytest.fixture(scope="module")
 def environment(desk: Path, hub: FakeHub) -> dict[str, str]:
-    """Caches of its own, a tiny embedded target, the fake Hub, and this interpreter's commands."""
+    """Return an environment with separate caches, a tiny embedded target, the fake Hub, and this interpreter's
+    commands.
+    """
     install_embedded(desk / "packages")
     return {
         **os.environ,
@@ -184,7 +186,7 @@ def test_every_command_of_the_page_on_drafts_runs_in_the_order_given(
     assert len(found) == 14
     for command in found:
         small = " draft.policy.max_new_tokens=8" * ("on-policy" in command)
-        small += " draft.eagle3.taps=[0]" * ("any/eagle3" in command)  # of a target of two layers
+        small += " draft.eagle3.taps=[0]" * ("any/eagle3" in command)  # for a target of two layers
         run(command + small, desk, environment, warm)
     assert (desk / "runs" / "realigned" / "realigned.json").is_file()
     assert (desk / "exported" / "one-forward" / "README.md").is_file()
@@ -194,9 +196,7 @@ def test_every_command_of_the_page_on_drafts_runs_in_the_order_given(
 def test_every_command_of_the_page_on_data_runs_on_a_table_of_other_names(
     desk: Path, environment: dict[str, str], warm: WarmProgram
 ) -> None:
-    table = (
-        'wording,number\n"What is 3 + 4,\nor 4 + 3?",1\n,2\nWhat is 5 + 6?,3\n\n'  # a field of two lines, an empty one
-    )
+    table = 'wording,number\n"What is 3 + 4,\nor 4 + 3?",1\n,2\nWhat is 5 + 6?,3\n\n'  # two lines; empty
     (desk / "questions.csv").write_text(table, encoding="utf-8-sig")  # as Excel writes it
     _run_the_python_block(DATA, desk, warm)
     found = commands(DATA)
@@ -270,7 +270,9 @@ def test_every_command_of_the_page_on_serving_runs_in_the_order_given(
 def test_what_is_pushed_is_decoded_with_by_its_revision_online_and_offline(
     desk: Path, environment: dict[str, str], warm: WarmProgram, hub: FakeHub
 ) -> None:
-    """The second time nothing is asked of the Hub, whatever its branch became; in a process that begins offline."""
+    """The second time, in a process that starts offline, nothing is requested from the Hub, even if the branch has
+    moved.
+    """
     folder_on(hub, "ORG/TARGET", desk / "ORG" / "NAME")
     push, generate = commands(SERVING.partition("## The Hub")[2].partition("## Safety")[0])
     pushed = run(push, desk, environment, warm)  # the heads that the page on training trains
@@ -349,11 +351,11 @@ def test_every_command_of_the_page_on_verifying_runs_in_the_order_given(
 
 
 def run(command: str, desk: Path, environment: dict[str, str], warm: WarmProgram | None = None) -> str:
-    """Run a command that must go well and keep the token to itself; return its standard output."""
+    """Run a command that must succeed and must not print the token; return its standard output."""
     words = shlex.split(re.sub("ORG/(HEADS|DRAFT)", REPOSITORY, command))
     words += TINY.get(" ".join(words[:2]), "").split()
     if "evaluate" in words and "--batch-size" in words:
-        words[words.index("--limit") + 1] = "8"  # as many as the largest batch holds
+        words[words.index("--limit") + 1] = "8"  # as many as fit in the largest batch
     if warm is not None and words[0] in ("headstart", "accelerate"):
         done = warm.run(["-c", QUICK, *words[1:]] if words[1] == "plan" else words, desk, seconds=240)
     else:

@@ -1,4 +1,4 @@
-"""What one of several processes refuses ends all of them, and none waits for it."""
+"""An error in one of several processes ends all of them, and none waits for it."""
 
 import json
 import sys
@@ -41,7 +41,7 @@ def test_a_refusal_of_one_process_is_an_error_on_both(refused: Path, name: str) 
 
 
 def test_a_process_that_works_for_long_is_waited_for_as_long_as_it_gives_signs(tmp_path: Path) -> None:
-    """Each waits for two seconds here, and one works for four."""
+    """Here each process waits for two seconds, and one works for four."""
     script = str(ROOT / "tests" / "system" / "launched_patience.py")
     run([*TORCHRUN, "--standalone", "--nproc_per_node", "2", script, str(tmp_path)], tmp_path)
     quick, slow = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
@@ -53,11 +53,11 @@ def test_a_process_that_works_for_long_is_waited_for_as_long_as_it_gives_signs(t
 
 KILLS = 6
 STEPS = 40
-EVERY = 4  # steps between checkpoints: of six kills, hardly ever all fall right after one
+EVERY = 4  # steps between checkpoints, so that six kills hardly ever all come right after a checkpoint
 
 
 def test_a_run_killed_six_times_equals_the_one_that_was_never_killed(tmp_path: Path) -> None:
-    """Bit by bit: every step's loss, those done again included, and the weights at the end."""
+    """Bit by bit: the loss of every step, including repeated steps, and the final weights."""
     workshop = write_workshop(tmp_path)
     whole, killed = workshop / "whole", workshop / "killed"
     recipes = [write_recipe(workshop, "medusa", output, steps=STEPS, every=EVERY) for output in (whole, killed)]
@@ -68,7 +68,7 @@ def test_a_run_killed_six_times_equals_the_one_that_was_never_killed(tmp_path: P
     assert len(done.stdout.split()) == KILLS
     assert list(losses(whole)) == list(range(1, STEPS + 1)) and losses(killed) == losses(whole)
     again = [line["step"] for line in repeated(killed) if "loss" in line]
-    assert again  # kills did cost steps, which were done again
+    assert again  # kills cost steps, which were repeated
     ours, theirs = (load_file(output / "final" / "model.safetensors") for output in (whole, killed))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert checkpoint_steps(killed) == checkpoint_steps(whole) == [STEPS - EVERY, STEPS]

@@ -1,4 +1,4 @@
-"""Answers as a user has them made from a real server."""
+"""Answers from a real server, requested as a user would."""
 
 import json
 import socket
@@ -25,7 +25,7 @@ PROMPTS: list[str | list[str]] = [["a b", "c"], "d e f", "g h", ["i", "j k"], "l
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random target that chats, whose texts depend on their prompts."""
+    """Write a random target with a chat template, whose texts depend on their prompts."""
     folder = tmp_path_factory.mktemp("desk")
     tiny_model(seed=3, eos_token_id=1).save_pretrained(folder / "chat")
     tiny_tokenizer(CHAT_TEMPLATE).save_pretrained(folder / "chat")
@@ -43,7 +43,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def served(desk: Path, model: str) -> Iterator[str]:
-    """`transformers serve` with one model; gives its base address."""
+    """Run `transformers serve` with one model; yield the base address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -69,6 +69,6 @@ def test_a_real_server_and_this_process_give_the_same_greedy_answers(desk: Path)
         regenerate(desk, *served_by, "--output", "served.jsonl", *common)
     own, other = rows(desk / "own.jsonl"), rows(desk / "served.jsonl")
     for row in own:
-        del row["answer_tokens"]  # which a server does not tell
+        del row["answer_tokens"]  # a server does not report this
     assert other == own
     assert len(own) >= 4 and len({json.dumps(row) for row in own}) == len(own)

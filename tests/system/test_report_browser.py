@@ -1,6 +1,6 @@
-"""The report's page in headless Chromium: at three widths, light and dark, with every part folded and unfolded.
+"""The page of a report in headless Chromium: at three widths, light and dark, with every part folded and unfolded.
 
-Skipped where there is no Chromium.
+Skipped without Chromium.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from decoding.measure.results import report_from_json
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WIDTHS = (360, 768, 1280)
 SCHEMES = {"dark": 0, "light": 1}
-"""Chromium's numbers of the colour schemes."""
+"""Chromium's numbers for the colour schemes."""
 READ = """
 function measured(frame) {
   const view = frame.contentWindow, page = view.document;
@@ -56,7 +56,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """Serve the folder on the loopback; frames of one origin may be read by the page around them."""
+    """Serve the folder on the loopback, so that a page can read frames of the same origin."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -67,7 +67,7 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def looked_at(folder: Path, scheme: str, pages: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Open the pages at all widths; return what was measured of each, and the lines of the browser's console."""
+    """Open the pages at all widths; return the measurements of each, and the lines in the browser's console."""
     frames = "".join(
         f'<iframe src="{page}" style="border: 0; height: 900px; width: {width}px"></iframe>'
         for page in pages
@@ -90,7 +90,7 @@ def looked_at(folder: Path, scheme: str, pages: list[str]) -> tuple[list[dict[st
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the page of a report that has every part, and the same with names that have nowhere to break."""
+    """Make a folder with the page of a report that has every part, and the same page with long names without spaces."""
     folder = tmp_path_factory.mktemp("pages")
     write_html(report_from_json(full_report()), folder / "report.html")
     write_html(
@@ -109,7 +109,7 @@ def test_the_page_fits_every_width_and_asks_for_nothing(pages: Path, scheme: str
 
 
 def test_a_page_with_faults_is_caught(tmp_path: Path) -> None:
-    """The measurements above fail a page that is too wide, too small, or asks for something."""
+    """The measurements above reject a page that is too wide, too small, or requests other files."""
     faults = (
         '<p style="width: 2000px">wide</p><script>console.error("loud")</script><img src="/missing.png">'
         '<svg viewBox="0 0 100 100" width="50"><text x="1" y="50" font-size="10">one</text></svg>'

@@ -21,7 +21,7 @@ _LOADED_LINKS = {"stylesheet", "icon", "preload", "preconnect", "prefetch", "man
 
 @dataclass
 class BuiltPage(HTMLParser):
-    """What a page holds: its title, headings, ids, pictures, and all that a browser loads with it."""
+    """The content of a page: title, headings, ids, pictures, and everything that a browser loads with it."""
 
     path: Path
     title: str = ""
@@ -74,7 +74,7 @@ class BuiltPage(HTMLParser):
 
 @dataclass(frozen=True)
 class Site:
-    """The built site and all that its build printed."""
+    """The built site, and everything that the build printed."""
 
     folder: Path
     printed: str
@@ -106,7 +106,7 @@ def outside(link: str) -> bool:
 
 
 def test_the_build_warns_of_nothing(site: Site) -> None:
-    """Of no link either: mkdocs.yml has each of them, and its anchor, checked."""
+    """This includes links: mkdocs.yml makes the build check every link and its anchor."""
     told = re.findall(r"^(\w+) +-", site.printed, re.MULTILINE)
     assert told and set(told) == {"INFO"}, site.printed
     assert len(site.pages) > 20

@@ -1,4 +1,4 @@
-"""A hundred and twenty generations, many of them broken off: the texts stay right, and nothing piles up."""
+"""A hundred and twenty generations, many of which are interrupted: texts stay right, and nothing accumulates."""
 
 import gc
 import random
@@ -18,7 +18,7 @@ class BrokenOff(Exception):
 
 
 def tensors_alive(*models: CausalLM) -> int:
-    """Count them without those that bounded stores are meant to keep."""
+    """Count the tensors that exist, without those that bounded stores keep on purpose."""
     for model in models:
         model._masks._stored.cache_clear()
     TreeShape.chain.cache_clear()

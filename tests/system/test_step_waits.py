@@ -1,4 +1,4 @@
-"""A step waits for its device once, whatever is trained: see counted_waits.py."""
+"""A training step waits for its device once, whatever is trained (see counted_waits.py)."""
 
 import json
 import sys
@@ -9,8 +9,9 @@ from whole_runs import run
 SCRIPT = str(Path(__file__).with_name("counted_waits.py"))
 MICRO_BATCHES = 2
 FORWARDS = {"heads": (1, 1), "Medusa-2": (1, 2), "draft": (2, 2), "DSpark draft": (1, 1), "EAGLE-3 draft": (1, 1)}
-"""Forwards of transformers' models for a micro batch that make a mask, at the first step and at the second: each looks
-whether the positions are those of packed texts. Drafts over states bring their own masks."""
+"""Number of forward passes of transformers' models for a micro batch that make a mask, at the first and at the second
+step. Each of them checks whether the positions are those of packed texts. Drafts that read states have separate
+masks."""
 
 
 def test_a_step_waits_for_its_device_once_and_each_mask_of_transformers_once(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""A run on a streamed set as users start it: two processes fetch it once; a killed one ends with equal weights."""
+"""A run on a streamed set, started as users start it: two processes fetch it once, and a killed run ends with equal
+weights.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

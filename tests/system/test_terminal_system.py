@@ -1,4 +1,4 @@
-"""`headstart generate` and `headstart chat` on a real terminal: real processes, real keys, real signals."""
+"""`headstart generate` and `headstart chat` on a real terminal, with real processes, keys and signals."""
 
 import re
 
@@ -9,13 +9,13 @@ from writing_models import write_alphabet
 from trainer.terminal.exit_codes import ExitCode
 
 LONG = "20000"
-"""More tokens than are ever waited for."""
+"""More tokens than any test waits for."""
 CONTROLS = re.compile(rb"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target that writes the alphabet and an escape character, for ever."""
+    """Write a target that writes the alphabet and an escape character again and again."""
     return str(write_alphabet(tmp_path_factory.mktemp("alphabet")))
 
 

@@ -1,4 +1,6 @@
-"""Whole training runs as a user starts them: launched, killed, resumed, distributed, tracked, and then decoded with."""
+"""Whole training runs as users start them: launched, killed, resumed, distributed and tracked;
+then the results decode.
+"""
 
 import os
 import signal
@@ -42,7 +44,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def medusa_run(workshop: Path) -> Path:
-    """Heads trained without interruption in one process."""
+    """Train heads without interruption in one process."""
     output = workshop / "straight"
     said = run([*DIRECT, write_recipe(workshop, "medusa", output)], workshop)
     assert f"finished: {output / 'final'}" in said
@@ -68,13 +70,16 @@ def test_a_signal_to_stop_saves_and_exits_with_its_code_and_one_line(
 
 
 def test_two_processes_train_as_one_and_stop_and_resume_together(workshop: Path, medusa_run: Path) -> None:
-    """Eight sequences a step as two by two in each; a SIGTERM in the middle, then on to the end."""
+    """Each step has eight sequences, two micro batches of two in each process.
+
+    After a SIGTERM in the middle, the run resumes to its end.
+    """
     output = workshop / "distributed"
     recipe = write_recipe(workshop, "medusa", output)
     command = [*TWO_PROCESSES, recipe, "training.micro_batch_size=2"]
     with running([*command, "evaluation.every=8", "evaluation.max_new_tokens=90"], workshop) as process:
         wait_until(lambda: steps_done(output) >= 8, process)
-        process.send_signal(signal.SIGTERM)  # the launcher hands it on to both
+        process.send_signal(signal.SIGTERM)  # the launcher forwards it to both processes
         process.communicate(timeout=DEADLINE)
     assert process.returncode != 0
     stopped_at = checkpoint_steps(output)[-1]
@@ -90,7 +95,7 @@ def test_two_processes_train_as_one_and_stop_and_resume_together(workshop: Path,
 
 @contextmanager
 def trap() -> Iterator[tuple[str, list[bytes]]]:
-    """A server that stands in for the whole network and notes who calls."""
+    """Start a server that replaces the whole network and records who connects."""
     calls: list[bytes] = []
     server = socket.create_server(("127.0.0.1", 0))
 
@@ -131,7 +136,7 @@ def init(project, name, resume): return print("trackio", project, name, flush=Tr
 def test_figures_go_to_each_tracker_that_is_installed_and_wandb_without_a_key_calls_nobody(
     workshop: Path, tmp_path: Path
 ) -> None:
-    """One package stands in for trackio; mlflow is missing."""
+    """A stand-in replaces trackio, and mlflow is missing."""
     pytest.importorskip("wandb", reason="the tracker is an optional extra")
     (tmp_path / "trackio-1.0.dist-info").mkdir()
     (tmp_path / "trackio-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: trackio\nVersion: 1.0\n")
@@ -147,7 +152,7 @@ def test_figures_go_to_each_tracker_that_is_installed_and_wandb_without_a_key_ca
         done = finish([*DIRECT, recipe, "tracking=[trackio,mlflow,wandb]"], tmp_path, **proxies, **nowhere, **home)
         assert done.returncode == 0 and calls == [], done.stderr
         asked = finish([*DIRECT, recipe, "target=org/none"], tmp_path, **proxies, **nowhere, **home)
-        assert asked.returncode == 2 and calls  # the trap does notice who calls
+        assert asked.returncode == 2 and calls  # the trap does record connections
     assert "mlflow is not installed, so it gets no figures: pip install mlflow" in done.stderr
     assert done.stdout.startswith("trackio headstart tiny medusa\ntrackio has 3 tiny medusa\ntrackio 1 ['grad_norm'")
     assert "trackio 3 ['heldout/acceptance_1'" in done.stdout
@@ -163,7 +168,7 @@ def test_a_sigterm_to_the_accelerate_launcher_stops_the_trainer_too_with_its_sta
     command = [*ONE_PROCESS, write_recipe(workshop, "medusa", output), "training.steps=4000", "checkpoint.every=4000"]
     with running(command, workshop) as process:
         wait_until(lambda: steps_done(output) >= 3, process)
-        process.terminate()  # the launcher dies of it and does not hand it on
+        process.terminate()  # the launcher dies from it and does not forward it
         process.wait(timeout=DEADLINE)
         deadline = time.monotonic() + DEADLINE
         while not checkpoint_steps(output):

@@ -1,4 +1,4 @@
-"""Exported drafts, read by a real transformers 4."""
+"""Exported drafts are read correctly by a real transformers 4."""
 
 import json
 import os
@@ -24,12 +24,13 @@ TEXT = "a ~b"
 SPECIAL = ["~", "^"]
 STRIPPED = "llama, llama3"
 TOLERANCE = 1e-6
-"""Of the largest logit, for experts, which are added up in another order. All other models are equal to the bit."""
+"""Relative to the largest logit, for experts, whose outputs are added in another order. All other models are equal to
+the bit."""
 
 
 @pytest.fixture(scope="module")
 def version_4() -> Path:
-    """A folder with the old packages, kept from run to run; it is there whole or not at all."""
+    """Return the folder with the old packages, which is kept from run to run; it is complete or does not exist."""
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
     folder = cache_root() / "-".join([python, *(package.replace("==", "-") for package in PINNED)])
 
@@ -46,7 +47,9 @@ def version_4() -> Path:
 
 @pytest.fixture(scope="module")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every draft of `older_readers`, exported, in folders numbered in their order; one without the older keys, too."""
+    """Export every draft of `older_readers`, in folders numbered in their order,
+    and one draft without the older keys.
+    """
     root, sources = tmp_path_factory.mktemp("drafts"), tmp_path_factory.mktemp("sources")
     for number, (family, changes) in enumerate(DRAFTS.values()):
         source = sources / str(number)
@@ -65,7 +68,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def read(version_4: Path, drafts: Path) -> dict[str, Any]:
-    """What `reads_with_version_4` prints; the packages it needs beside are this environment's."""
+    """Return what `reads_with_version_4` prints; further packages that it needs come from this environment."""
     script = Path(__file__).with_name("reads_with_version_4.py")
     environment = {**os.environ, "PYTHONPATH": str(version_4), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), str(drafts), json.dumps(PROBE), TEXT]
@@ -95,6 +98,6 @@ def test_version_4_reads_every_exported_draft_as_the_same_model_and_tokenizer(
 
 
 def test_without_the_older_keys_version_4_reads_another_model_in_silence(read: dict[str, Any]) -> None:
-    """The fault that is guarded against here."""
+    """This is the fault that the exported keys prevent."""
     whole, other = (torch.tensor(read[name]["logits"]) for name in (str(list(DRAFTS).index(STRIPPED)), "stripped"))
     assert (whole - other).abs().max() > 0.1

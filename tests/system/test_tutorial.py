@@ -1,6 +1,6 @@
-"""The tutorial, command by command in its own order, on a tiny model in the place of the embedded one.
+"""The tutorial, command by command in its order, with a tiny model instead of the embedded one.
 
-Its last part runs in real llama.cpp where `make engines` made its environment.
+Its last part runs in real llama.cpp if `make engines` has created the environment.
 """
 
 import json
@@ -37,7 +37,7 @@ _TINY_RECIPE = {
     "evaluation.tree_prompts": "1",
     "evaluation.max_new_tokens": "4",
 }
-SHORTER = {  # option or key: a value that makes the command quick, in place of the tutorial's or after its words
+SHORTER = {  # option or key: a value that makes the command quick, which replaces the tutorial's value or is appended
     "generate": {"--max-new-tokens": "8"},
     "regenerate": {"--max-new-tokens": "12", "--limit": "4", "--batch-size": "2"},
     "evaluate": {"--max-new-tokens": "6", "--limit": "1"},
@@ -62,7 +62,7 @@ sys.stdin.read()
 
 
 def blocks(language: str) -> list[str]:
-    """Return the lines of the tutorial's blocks, those that go on after a backslash joined."""
+    """Return the lines of the tutorial's blocks; lines that continue after a backslash are joined."""
     found = re.findall(rf"```{language}\n(.*?)```", TUTORIAL, flags=re.DOTALL)
     return [line for block in found for line in re.sub(r"\\\n\s*", "", block).splitlines() if line]
 
@@ -81,7 +81,7 @@ def shortened(command: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the repository's recipes and a tiny embedded target."""
+    """Make a folder with the repository's recipes and a tiny embedded target."""
     folder = tmp_path_factory.mktemp("desk")
     (folder / "recipes").symlink_to(ROOT / "recipes")
     install_embedded(folder / "packages")
@@ -127,7 +127,7 @@ def test_every_command_of_the_tutorial_runs_in_the_order_given(desk: Path, warm:
 
 @pytest.mark.skipif(not PYTHON.is_file(), reason="runs in the engines' own environment, by `make engines`")
 def test_the_served_draft_answers_and_is_verified_as_the_tutorial_says(desk: Path, warm: WarmProgram) -> None:
-    """With the exports of the test before, and the options of the printed command."""
+    """This uses the exports of the previous test, and the options of the printed command."""
     (printed,) = (shlex.split(line) for line in blocks("text") if line.startswith("llama-server -m exported"))
     target, draft, tokens = (printed[printed.index(option) + 1] for option in ("-m", "-md", "--spec-draft-n-max"))
     assert (desk / target).is_file() and (desk / draft).is_file()

@@ -1,6 +1,6 @@
-"""What was exported, in real vLLM: our greedy texts, our counts, and the figures that show each known trap.
+"""Exports in real vLLM have our greedy texts and our counts; figures show each known trap.
 
-Needs the environment that `make vllm` makes, 3 GB, and runs by that command alone.
+Needs the environment of 3 GB that `make vllm` creates, and runs only with that command.
 """
 
 import os
@@ -65,7 +65,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
 
 
 def proposed(folder: Path, tokens: int = TOKENS, recorded: bool = False, **given: int) -> Row:
-    """Arguments of a case with our proposer."""
+    """Return the arguments of a case with our proposer."""
     case = arguments_of(commands_of(Serving(HEADS, folder, str(folder), None))[0].argv)
     case["speculation"]["num_speculative_tokens"] = tokens
     if recorded:
@@ -75,7 +75,7 @@ def proposed(folder: Path, tokens: int = TOKENS, recorded: bool = False, **given
 
 
 class LookupElseHeads(HybridDrafter):
-    """Drafter of a lookup's chain if the text repeats, else of the heads'."""
+    """Drafter of a lookup's chain if the text repeats itself, and otherwise of the heads' chain."""
 
     def open(self, *given: Any) -> HybridSession:
         return LookupElseHeadsSession(self, [drafter.open(*given) for drafter in (self.first, self.lookup)])
@@ -88,12 +88,13 @@ class LookupElseHeadsSession(HybridSession):
 
 
 ROOM = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "block_size": 32, "num_gpu_blocks_override": 7}
-"""Eight texts at a time, whose prompts are read in parts; too little room for all, so that some are preempted."""
+"""Settings for eight texts at a time, whose prompts are read in parts, with too little room for all, so that some are
+preempted."""
 CROWD = tuple((prompt, 1 + 13 * place % 60) for place, prompt in enumerate(prompts(200, seed=3)))
 
 
 def cases_of(desk: Desk) -> list[VllmCase]:
-    """Every export and every trap, each a start of vLLM."""
+    """Return a start of vLLM for every export and every trap."""
     folder, target = desk.folder, desk.target
     heads = {name: folder / name for name in TRAINED}
     for name, given in TRAINED.items():
@@ -127,7 +128,7 @@ def cases_of(desk: Desk) -> list[VllmCase]:
 
 @pytest.fixture(scope="module")
 def found(desk: Desk) -> Row:
-    """The rows of all cases, by name and batch size, from one process of vLLM."""
+    """Return the rows of all cases by name and batch size, from one process of vLLM."""
     rows = serve_vllm(desk.folder / "target", desk.target, cases_of(desk), prompts(PROMPTS, seed=9), MAX_NEW_TOKENS)
     return {(row["artefact"], row.get("batch_size")): row for row in rows}
 
@@ -175,7 +176,7 @@ def test_an_export_writes_our_text_in_as_many_passes_as_here(found: Row, name: s
     accepted, passes = row["theirs"]["accepted"], row["theirs"]["passes"]
     assert 0 < accepted[0] < passes, "neither none nor all"
     assert name == "lookup" or row["theirs"]["drafted"] == passes * len(accepted)
-    # Every pass writes the target's own token and the accepted ones; the last may reach after the text's end.
+    # Every pass writes the accepted tokens and one of the target; the last pass may go beyond the end of the text.
     assert 0 <= passes + sum(accepted) - PROMPTS * (MAX_NEW_TOKENS - 1) < PROMPTS * len(accepted)
 
 
@@ -187,7 +188,7 @@ def test_plain_decoding_writes_our_text_a_token_a_pass(found: Row, batch_size: i
 
 
 def test_in_a_crowd_of_requests_that_come_and_go_every_draft_is_of_its_own_state(desk: Desk, found: Row) -> None:
-    """Every draft is computed again from its text alone."""
+    """For comparison, every draft is computed again from its text alone."""
     row, heads = found["crowd", 8], load_heads(desk.folder / "markov", desk.target)
     assert row["equal"] == row["prompts"] == len(CROWD)
     assert len(row["proposals"]) > 1000 and row["preempted"] > 0

@@ -1,4 +1,4 @@
-"""The wheel in an environment without this repository: the command, and a training."""
+"""The wheel works in an environment without this repository: the command runs, and training works."""
 
 import shutil
 import subprocess
@@ -16,11 +16,13 @@ FILES = ("pyproject.toml", "README.md", "LICENSE", "decoding", "trainer")
 
 @pytest.fixture(scope="module")
 def headstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the wheel in a new environment; other packages are read from this one, whose headstart is not."""
+    """Install the wheel in a new environment, which uses the other packages of this environment but not its
+    headstart.
+    """
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
-    for name in FILES:  # not built in place: setuptools leaves a folder behind
+    for name in FILES:  # not built in place, because setuptools leaves a folder behind
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]

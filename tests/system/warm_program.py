@@ -1,11 +1,10 @@
-"""The `headstart` program and the repository's scripts with their imports done once: a process that forks for each run.
+"""A process that imports the `headstart` program and the repository's scripts once, and forks for each run.
 
-Loading torch, transformers and the commands takes most of the time of a command on a tiny model. Each command still
-has a process, arguments, a folder, output and an exit code of its own; its environment is the forking process's, with
-changes. ``accelerate launch`` and ``torchrun`` are the real launchers, but for forking what they would start.
-
-Run as a program, it reads {"words", "folder", "output", "seconds", "changes"}, one a line. Into the pipe
-``output``.code go the process id and then the exit code.
+Loading torch, transformers and the commands takes most of the time of a command on a tiny model. Each command still has
+a separate process, arguments, folder, output and exit code; its environment is that of the forking process, with
+changes. ``accelerate launch`` and ``torchrun`` are the real launchers, except that they fork what they would start. Run
+as a program, it reads {"words", "folder", "output", "seconds", "changes"}, one object per line. It writes the process
+id, and later the exit code, into the pipe ``output``.code.
 """
 
 import argparse
@@ -26,14 +25,14 @@ from typing import Any
 
 
 class Run:
-    """A command that was started: what tests need of `subprocess.Popen`."""
+    """A command that was started, with the part of `subprocess.Popen` that tests need."""
 
-    stderr = None  # no pipe: it goes into a file
+    stderr = None  # output goes into a file, not into a pipe
 
     def __init__(self, output: Path) -> None:
         self._answers, self._output = output.with_suffix(".code").open(), output
         self.pid = int(self._answers.readline())
-        """Of its process group as well."""
+        """The id is also the id of the process group."""
         self.returncode: int | None = None
 
     def send_signal(self, signal: int) -> None:
@@ -47,7 +46,7 @@ class Run:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code; who began it has said how long it may take."""
+        """Return the exit code; the caller of `start` has set a time limit."""
         if self.returncode is None:
             with self._answers:
                 self.returncode = int(self._answers.readline())
@@ -60,7 +59,7 @@ class Run:
 
 
 class WarmProgram:
-    """The process that forks, as the test sees it."""
+    """The forking process, from the point of view of a test."""
 
     def __init__(self, process: "subprocess.Popen[str]", outputs: Path) -> None:
         self._process, self._outputs, self._asked = process, outputs, 0
@@ -70,8 +69,8 @@ class WarmProgram:
     ) -> Run:
         """Start a command line that begins with ``headstart``, ``accelerate launch``, ``torchrun``, ``-c`` or a script.
 
-        After ``seconds`` it is killed. ``changes`` of the environment, None to remove a variable, must be of such that
-        nothing reads when it is imported.
+        After ``seconds`` it is killed. ``changes`` are changes of the environment, where None removes a variable; these
+        must not be variables that are read on import.
         """
         assert self._process.stdin is not None
         self._asked += 1
@@ -94,7 +93,7 @@ class WarmProgram:
 
 @contextlib.contextmanager
 def warm_program(environment: Mapping[str, str]) -> Iterator[WarmProgram]:
-    """Start the process that forks; it ends with the block."""
+    """Start the forking process; it ends with the block."""
     with (
         tempfile.TemporaryDirectory() as outputs,
         subprocess.Popen(
@@ -115,11 +114,11 @@ def _load() -> None:
     for name in ("trainer.cli", "trainer.export", "trainer.run.train", "transformers.models.llama.modeling_llama"):
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # or every process would go through all of it, and copy it, at each collection
+    gc.freeze()  # otherwise every process would traverse, and so copy, all of this at each garbage collection
 
 
 def _run(asked: Mapping[str, Any]) -> int:
-    """Run a command in this process, which does nothing else; return its exit code."""
+    """Run a command in this process, which has no other task; return the exit code."""
     os.setpgid(0, 0)
     signal.alarm(asked["seconds"])
     os.chdir(asked["folder"])
@@ -139,7 +138,7 @@ def _run(asked: Mapping[str, Any]) -> int:
 
 def _run_program(*words: str) -> None:
     """Run a command line as the interpreter would."""
-    program, *arguments = words[1:] if words[0] == "-u" else words  # which launchers put before a script
+    program, *arguments = words[1:] if words[0] == "-u" else words  # launchers put this before a script
     sys.argv = [program, *arguments]
     if program == "headstart":
         from trainer.cli import main
@@ -168,7 +167,7 @@ def _run_program(*words: str) -> None:
 
 
 def _fork_the_launched() -> None:
-    """Make torch's launcher, which is accelerate's as well, fork its processes."""
+    """Make the launcher of torch, which accelerate also uses, fork its processes."""
     import torch.distributed.run as torchrun
 
     launcher = torchrun.elastic_launch
@@ -181,7 +180,7 @@ def _fork_the_launched() -> None:
 
 
 def _run_the_launched(options: argparse.Namespace) -> None:
-    """Be the one process that accelerate's simplest launcher would start."""
+    """Act as the single process that accelerate's simplest launcher would start."""
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
     command, environment = prepare_simple_launcher_cmd_env(options)
@@ -190,7 +189,7 @@ def _run_the_launched(options: argparse.Namespace) -> None:
 
 
 def _fork_for(asked: Mapping[str, Any]) -> None:
-    """Run a command in a child, for which another one waits."""
+    """Run a command in a child process, while another process waits for it."""
     if os.fork():
         return
     child = os.fork()
@@ -199,7 +198,7 @@ def _fork_for(asked: Mapping[str, Any]) -> None:
             print(child, file=answers, flush=True)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)  # what it launched and left
+                os.killpg(child, signal.SIGKILL)  # processes that the command launched and left running
             print(code, file=answers, flush=True)
         os._exit(0)
     code = 1
@@ -207,7 +206,7 @@ def _fork_for(asked: Mapping[str, Any]) -> None:
         code = _run(asked)
     except BaseException:  # noqa: BLE001  # printed, as an interpreter that ends prints it
         sys.excepthook(*sys.exc_info())
-    finally:  # never back into the loop of the process that forks
+    finally:  # a child must never return to the loop of the forking process
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -217,6 +216,6 @@ if __name__ == "__main__":
     _load()
     for line in sys.stdin:
         with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:  # those whose commands have ended
+            while os.waitpid(-1, os.WNOHANG)[0]:  # processes whose commands have ended
                 pass
         _fork_for(json.loads(line))

@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: a small workshop, launching, and reading what a run wrote."""
+"""Code shared by the tests of whole runs: a small workshop, launching, and reading the files of a run."""
 
 import atexit
 import json
@@ -33,7 +33,7 @@ STEPS = 40
 
 
 def write_workshop(folder: Path) -> Path:
-    """A target that counts (after a comes b), its tokenizer, and texts such as it writes."""
+    """Write a target that counts (after a comes b), its tokenizer, and texts like those it writes."""
     counting_model().save_pretrained(folder / "target")
     tiny_tokenizer().save_pretrained(folder / "target")
     letters = [" ".join("abcdefghijkl"[start : start + 9 + start % 2]) for start in range(3)]
@@ -43,7 +43,7 @@ def write_workshop(folder: Path) -> Path:
 
 
 def write_recipe(workshop: Path, kind: str, output: Path, every: int = 5, **training: Any) -> str:
-    """A recipe in the workshop, with a checkpoint ``every`` so many steps; returns its path."""
+    """Write a recipe in the workshop, with a checkpoint every ``every`` steps; return its path."""
     content = recipe_content(workshop, kind, **{"steps": STEPS, "learning_rate": 3e-2, **training})
     content |= {"output": str(output), "checkpoint": {"every": every, "keep": 2}}
     content["evaluation"] |= {"prompt_tokens": 2}
@@ -55,7 +55,9 @@ def write_recipe(workshop: Path, kind: str, output: Path, every: int = 5, **trai
 
 
 def environment(**changes: str | None) -> dict[str, str]:
-    """One thread a process, the CPU only, no network, no keys; no compiler, which DeepSpeed loads for nothing here."""
+    """Return an environment with one thread per process, only the CPU, and no network, keys or compiler (which
+    DeepSpeed would load needlessly).
+    """
     others = ("WANDB_", "HF_", "ACCELERATE_", "OPENAI_")
     env = {key: value for key, value in os.environ.items() if not key.startswith(others)}
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "system")))
@@ -67,14 +69,14 @@ def environment(**changes: str | None) -> dict[str, str]:
 
 @cache
 def _warm(**changes: str | None) -> WarmProgram:
-    """The process that forks for every run in this environment, until the tests end."""
+    """Return the process that forks for every run in this environment, until the tests end."""
     open_until_then = ExitStack()
     atexit.register(open_until_then.close)
     return open_until_then.enter_context(warm_program(environment(**changes)))
 
 
 def _forked_as(command: list[str]) -> list[str] | None:
-    """The words of the same command for the process that forks; None if it takes no such command."""
+    """Return the words of the same command for the forking process; None if it does not support such a command."""
     for started, forked in (
         (HEADSTART, ["headstart"]),
         (TORCHRUN, ["torchrun"]),
@@ -86,14 +88,14 @@ def _forked_as(command: list[str]) -> list[str] | None:
 
 
 def _fork(command: list[str], cwd: Path, changes: dict[str, str | None]) -> Run | None:
-    """Start it without the wait for its imports, if it can be forked."""
+    """Start a command by a fork, which saves the imports; return None if it cannot be forked."""
     words = _forked_as(command)
     read_at_import = any(name.startswith("HF_") for name in changes)
     return words and _warm(**changes if read_at_import else {}).start(words, cwd, int(DEADLINE), changes)
 
 
 def finish(command: list[str], cwd: Path, **changes: str | None) -> subprocess.CompletedProcess[str]:
-    """Run to an end; forked where it can be, which spares each process its imports."""
+    """Run a command to its end; it is forked if possible, which saves each process the imports."""
     if run := _fork(command, cwd, changes):
         said, complained = run.communicate()
         return subprocess.CompletedProcess(command, run.wait(), said, complained)
@@ -103,7 +105,7 @@ def finish(command: list[str], cwd: Path, **changes: str | None) -> subprocess.C
 
 
 def run(command: list[str], cwd: Path, **changes: str | None) -> str:
-    """Run to a good end; returns what was said."""
+    """Run a command that must succeed; return what it printed."""
     done = finish(command, cwd, **changes)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr
@@ -111,7 +113,7 @@ def run(command: list[str], cwd: Path, **changes: str | None) -> str:
 
 @contextmanager
 def running(command: list[str], cwd: Path, **changes: str | None) -> Iterator[Popen | Run]:
-    """A run in a separate process group, of which nothing is left afterwards."""
+    """Start a run in a separate process group; afterwards no process of this group is left."""
     process = _fork(command, cwd, changes) or subprocess.Popen(
         command, cwd=cwd, env=environment(**changes), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
@@ -139,7 +141,7 @@ def wait_until(condition: Callable[[], bool], process: Popen | Run, seconds: flo
 
 
 def metrics(output: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """The whole lines of a run's metrics so far."""
+    """Return the complete lines of a run's metrics so far."""
     file = output / name
     if not file.is_file():
         return []
@@ -148,12 +150,12 @@ def metrics(output: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def repeated(output: Path) -> list[dict[str, Any]]:
-    """The lines of steps that were done again after a kill, as they were before it."""
+    """Return the lines, from before a kill, of steps that were repeated after it."""
     return metrics(output, "metrics.superseded.jsonl")
 
 
 def losses(output: Path) -> dict[int, float]:
-    """Each step's loss, once; a step that was done before a kill and after it must have had the same."""
+    """Return the loss of each step; if a step was done before and after a kill, both losses must be equal."""
     found = {line["step"]: line["loss"] for line in metrics(output) if "loss" in line}
     assert len(found) == len([line for line in metrics(output) if "loss" in line])
     for line in repeated(output):

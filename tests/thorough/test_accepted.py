@@ -1,4 +1,4 @@
-"""The grand table's figures by hand-made counts, its resuming, and its arms."""
+"""The comparison of all arms: its figures from counts made by hand, resuming, and the arms."""
 
 import importlib
 import json
@@ -20,7 +20,7 @@ RECIPES = ROOT / "recipes" / "storyteller-11m"
 
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[dict[str, ModuleType]]:
-    """The scripts as modules, with their own folder in the path as where they are run."""
+    """Import the scripts as modules, with their folder in the path as when they are run."""
     path = list(sys.path)
     sys.path.append(str(ROOT / "benchmarks"))
     yield {name: importlib.import_module(name) for name in ("accepted", "accepted_arms", "accepted_figures")}
@@ -80,7 +80,7 @@ def test_a_shipped_recipe_trains_what_its_arm_was_measured_with(
     offered = load_recipe(RECIPES / f"{shipped}.yaml", ["target=T", "data.train=A", "data.heldout=H"]).model_dump()
     assert offered["training"] == measured["training"]
     part = "heads" if arm.recipe == "medusa1" else "draft"
-    free = {"num_draft_tokens": None}  # evaluations draft chains of another length
+    free = {"num_draft_tokens": None}  # evaluations draft chains of a different length
     assert {**offered[part], **free} == {**measured[part], **free}
 
 

@@ -1,4 +1,4 @@
-"""Artefacts broken at random are read, or refused in one sentence; nothing else comes of them."""
+"""Randomly damaged artefacts are either read or rejected in one sentence; nothing else happens."""
 
 import json
 import random
@@ -27,7 +27,7 @@ HOSTILE: tuple[Any, ...] = (
 
 
 def mutate(folder: Path, draw: random.Random) -> str:
-    """Break one file of an artefact; return what was done."""
+    """Damage one file of an artefact; return a description of the damage."""
     files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
     path = draw.choice([file for file in files if not file.name.startswith(("tokenizer", "generation"))])
     content = path.read_bytes()

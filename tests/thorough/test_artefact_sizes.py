@@ -1,4 +1,4 @@
-"""What an artefact's files claim is compared with what they hold, before anything is built."""
+"""The sizes that an artefact's files claim are compared with the contents before anything is built."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def change(path: Path, **changes: Any) -> None:
-    """Give a JSON file these keys."""
+    """Set these keys in a JSON file."""
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
@@ -122,7 +122,7 @@ def test_a_draft_that_is_not_finite_is_neither_read_nor_exported(tmp_path: Path)
     with pytest.raises(ValueError, match=complaint):
         export(tmp_path / "run", tmp_path / "out", "draft")
     assert not (tmp_path / "out").exists()
-    load_model(str(tmp_path / "run"), torch.float32)  # a target: a pass over a large one costs too much
+    load_model(str(tmp_path / "run"), torch.float32)  # only a target, because a pass over a large one costs too much
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_folders_of_every_family_are_what_they_claim(family: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("family", "key", "layers"),
     [
-        ("llama", "num_hidden_layers", 1),  # it would be read as half a model
+        ("llama", "num_hidden_layers", 1),  # transformers would read half a model
         ("gpt2", "n_layer", 1),
         ("qwen3-moe", "num_hidden_layers", 10**7),
     ],
@@ -197,7 +197,7 @@ def test_adapters_that_name_no_model_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("names", [("one", "one"), ("two", "one"), ("two", "two")])
 def test_adapters_of_a_circle_are_refused(names: tuple[str, str], tmp_path: Path) -> None:
-    """In every walk from adapters to their base: that of models, of tokenizers, and of fingerprints."""
+    """This is true for every walk from adapters to their base: of models, of tokenizers, and of fingerprints."""
     for name, base in zip(("one", "two"), names, strict=True):
         (tmp_path / name).mkdir()
         save_file({"a": torch.zeros(2)}, tmp_path / name / "adapter_model.safetensors")

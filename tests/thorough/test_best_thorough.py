@@ -26,7 +26,7 @@ from trainer.run.train import run_recipe
 
 
 def workshop(folder: Path, kind: str, **evaluation: Any) -> dict[str, Any]:
-    """A recipe of ten steps that evaluates at every second, with a checkpoint of every step."""
+    """Write a recipe of ten steps that evaluates at every second step and writes a checkpoint at every step."""
     folder.mkdir(exist_ok=True)
     counting_model().save_pretrained(folder / "target")
     tiny_tokenizer().save_pretrained(folder / "target")
@@ -38,10 +38,9 @@ def workshop(folder: Path, kind: str, **evaluation: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[int, float]]]:
-    """Makes evaluations find these figures one after the other; returns each one's tree nodes and temperature.
-
-    Of eight prompts in ten passes each, every other one keeps ``apart`` tokens more, the next as many fewer, the other
-    way round at every evaluation.
+    """Make evaluations return these figures one after the other; return the tree nodes and temperature of each
+    evaluation. There are eight prompts with ten passes each. Every second prompt has ``apart`` tokens more and the
+    others as many fewer, alternating from evaluation to evaluation.
     """
     asked: list[tuple[int, float]] = []
 
@@ -83,13 +82,13 @@ def checkpointed(content: dict[str, Any], step: int) -> dict[str, Tensor]:
 
 
 SCRIPT = [1.5, 3.0, 2.0, 2.5, 2.9, 3.5]
-"""Of steps 2, 4, 6, 8 and 10, and of what is finished."""
+"""Figures of steps 2, 4, 6, 8 and 10, and of the finished weights."""
 
 
 def test_the_heads_of_the_best_step_are_finished_with_a_tree_of_their_own(
     tmp_path: Path, scripted: Callable[..., list[tuple[int, float]]]
 ) -> None:
-    """Steps are compared by chains, the last one's too; the tree comes after."""
+    """All steps, including the last, are compared with chains; the tree is fitted afterwards."""
     content = workshop(tmp_path, "medusa", temperature=0.7)
     content["heads"] = {"num_heads": 3, "tree_nodes": 9}
     asked = scripted(SCRIPT)
@@ -112,7 +111,9 @@ def test_the_heads_of_the_best_step_are_finished_with_a_tree_of_their_own(
 def test_the_last_weights_are_kept_unless_others_are_better_beyond_their_interval(
     apart: int, kept: int, tmp_path: Path, scripted: Callable[..., list[tuple[int, float]]]
 ) -> None:
-    """3.0 against 2.9 tokens per pass: on every prompt alike, or with prompts that differ by a third either way."""
+    """The figures are 3.0 and 2.9 tokens per pass: equal on every prompt, or with prompts that differ by a third either
+    way.
+    """
     content = workshop(tmp_path, "medusa")
     scripted([*SCRIPT[:1], 3.0, 2.0, 2.0, 2.9, 2.9], apart)
     said = run(content)
@@ -147,12 +148,12 @@ def test_evaluations_the_choice_of_weights_and_the_tree_have_prompts_of_their_ow
 
 
 class Killed(Exception):  # not an error
-    """In place of a SIGKILL: nothing is saved."""
+    """Simulates a SIGKILL, after which nothing is saved."""
 
 
 @pytest.fixture
 def figures_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An evaluation finds digits of the weights' sum: a figure that differs by step, and is the same once more."""
+    """Make evaluations return digits of the sum of the weights: figures that differ by step and can be repeated."""
 
     def found(self: Evaluator, objective: Objective) -> Evaluation:
         weights = sum(parameter.double().sum().item() for parameter in objective.module.parameters())
@@ -160,7 +161,7 @@ def figures_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         return Evaluation({"tokens_per_pass": figure}, "scripted", ((round(1e6 * figure), 1_000_000),) * 8)
 
     monkeypatch.setattr(Evaluator, "evaluate", found)
-    monkeypatch.setattr(folders, "flush_to_disk", lambda path: None)  # slow, and for worse than a kill
+    monkeypatch.setattr(folders, "flush_to_disk", lambda path: None)  # slow, and not needed for kills
 
 
 def begin(folder: Path) -> dict[str, Any]:
@@ -169,7 +170,7 @@ def begin(folder: Path) -> dict[str, Any]:
 
 
 def killed(content: dict[str, Any], owner: Any, name: str, step: int) -> None:
-    """A run that dies where this function is called with the progress of this step."""
+    """Do a run that dies when this function is called with the progress of this step."""
     whole = getattr(owner, name)
 
     def dying(*args: Any) -> Any:
@@ -185,7 +186,7 @@ def killed(content: dict[str, Any], owner: Any, name: str, step: int) -> None:
 
 @pytest.mark.usefixtures("figures_of_the_weights")
 def test_a_run_killed_anywhere_finishes_the_same_best_weights(tmp_path: Path) -> None:
-    """Before a step, before an evaluation, and before its weights are judged."""
+    """The kills come before a step, before an evaluation, and before its weights are judged."""
     straight = begin(tmp_path / "straight")
     run(straight)
     provenance, _ = finished(straight)
@@ -195,7 +196,7 @@ def test_a_run_killed_anywhere_finishes_the_same_best_weights(tmp_path: Path) ->
     for number, place in enumerate(places):
         content = begin(tmp_path / str(number))
         killed(content, *place)
-        for _ in range(2):  # and started once more
+        for _ in range(2):  # started once more
             run(content)
             again, _ = finished(content)
             assert again["steps"] == provenance["steps"], place

@@ -1,4 +1,4 @@
-"""The card: every figure with its label, where the artefact comes from, and nothing that is nobody's business."""
+"""The card has every figure with its label and the origin of the artefact, and contains nothing private."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ COMMANDS = (
 
 
 def row(method: str, temperature: float, value: float, **changes: Any) -> dict[str, Any]:
-    """A row of heads, whose speed-up over plain decoding has an interval of 0.2 to either side."""
+    """Make a row of heads, whose speed-up over plain decoding has an interval of 0.2 to either side."""
     return {
         "setting": "greedy" if temperature == 0 else f"T={temperature:g}",
         "temperature": temperature,
@@ -52,7 +52,7 @@ def row(method: str, temperature: float, value: float, **changes: Any) -> dict[s
 
 
 def figures(*rows: dict[str, Any], chains: bool = False, **changes: Any) -> CardFigures:
-    """The figures of a report as `evaluate` returns it."""
+    """Make the figures of a report in the form that `evaluate` returns."""
     report: dict[str, Any] = {
         "hardware": {"processor": "Example CPU", "cores": 2, "threads": 2, "gpu": "Example GPU"},
         "commit": "abc123def456",
@@ -68,7 +68,7 @@ def figures(*rows: dict[str, Any], chains: bool = False, **changes: Any) -> Card
 def card(
     folder: Path, provenance: dict[str, Any] | None = None, artefact: Artefact = HEADS, **options: Any
 ) -> ModelCard:
-    """The card of an artefact whose run left this provenance."""
+    """Return the card of an artefact whose run wrote this provenance."""
     if provenance is not None:
         (folder / "provenance.json").write_text(json.dumps(provenance))
     return ModelCard(render_card(artefact, read_provenance(folder), options.pop("figures", None), **options))
@@ -139,7 +139,7 @@ def test_the_card_has_the_servers_commands_and_what_was_read_back(tmp_path: Path
 
 
 def card_of(folder: Path, name: str, license: str | None = None) -> str:
-    """The card of an artefact whose texts are all of this name, but for the licence, which its owner gives."""
+    """Return the card of an artefact with this name in all its texts except the licence, which its owner chooses."""
     provenance = {**PROVENANCE, "target": {"name": name, "fingerprint": name}, "commit": name, "versions": {name: name}}
     provenance["data"] = {name: {"license": name, "rows": name, "source": name}}
     hardware = {"processor": name, "gpu": name}

@@ -1,4 +1,4 @@
-"""A cascade drafts what its larger draft alone would draft, in fewer passes of that draft."""
+"""A cascade drafts the same as its larger draft alone, in fewer passes of that draft."""
 
 import random
 from dataclasses import replace
@@ -43,7 +43,7 @@ def test_the_chain_or_its_q_is_the_larger_drafts_own_whatever_was_rejected(
             torch.testing.assert_close(own.q, wanted, rtol=0, atol=1e-5)
             assert bool((own.q.gather(1, own.tree.tokens[1:, None]) > 0).all())
         text += accept_some(own, chance)
-        text += [chance.randrange(16) for _ in range(chance.choice([0, 0, 3, 12]))]  # steps in which it was not asked
+        text += [chance.randrange(16) for _ in range(chance.choice([0, 0, 3, 12]))]  # steps without a call
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -68,7 +68,7 @@ def test_what_the_small_draft_guesses_right_takes_no_pass_of_the_larger_one(
 
 
 def every_guess_kept(proposals: Any, logits: Any, *rest: Any) -> list[Verdict]:
-    """Stand in for `decide`: only the token after a guess is the larger draft's own."""
+    """Replace `decide`: every guess is kept, and only the token after it comes from the larger draft."""
     last = [len(proposal.tree) - 1 for proposal in proposals]
     return [
         Verdict(tuple(range(1, end + 1)), source.draw(of_row[end].softmax(-1)))

@@ -1,4 +1,4 @@
-"""One model used from several threads: every text is right, and a stream that nobody reads keeps nobody waiting."""
+"""One model in several threads: every text is right, and a stream that nobody reads does not block other calls."""
 
 import sys
 import threading
@@ -18,7 +18,7 @@ from decoding.model.causal_lm import CausalLM
 TOKENS = 12
 
 FEW = ["chain", "lookahead", "Markov heads", "DSpark chain", "drawn hybrid"]
-"""They stand for all kinds."""
+"""These represent all kinds of drafters."""
 KINDS = [*((name, None) for name in FEW), ("plain", None), ("chain", "eager"), ("cascade", "eager")]
 
 
@@ -36,12 +36,12 @@ def threads_switch_often() -> Iterator[None]:
 
 
 def models(static: str | None = None) -> tuple[CausalLM, CausalLM]:
-    """A separate target for each test, and a draft: other tests' threads share no hooks with these."""
+    """Make a separate target and draft for each test, so that threads of other tests share no hooks with them."""
     return CausalLM(tiny_model(), static=static), CausalLM(tiny_model(seed=1), static=static)
 
 
 def in_threads(count: int, work: Callable[[int], list[object]]) -> list[list[object]]:
-    """Run ``work`` with the numbers from 0 on in as many threads, which all begin at once."""
+    """Run ``work`` with 0, 1, … in separate threads, which all start at the same time."""
     barrier = threading.Barrier(count)
 
     def begin(number: int) -> list[object]:
@@ -79,7 +79,7 @@ def test_batches_and_sampled_texts_of_several_threads_are_those_of_one(name: str
 
 
 def test_transformers_own_generate_beside_ours_is_right() -> None:
-    """A hook that another thread's pass has set on the model acts in that thread alone."""
+    """A hook that a pass sets on the model acts only in the thread of that pass."""
     target, draft = models()
     model = HeadstartModel(target, DraftModelDrafter(draft, 3))
     right = [naive_greedy(target.model, prompt, TOKENS) for prompt in PROMPTS]
@@ -98,7 +98,7 @@ def test_transformers_own_generate_beside_ours_is_right() -> None:
 
 @pytest.mark.parametrize(("name", "static"), [("chain", None), ("DSpark chain", None), ("chain", "eager")])
 def test_streams_that_a_pool_of_threads_reads_step_by_step_are_right(name: str, static: str | None) -> None:
-    """As a web framework does, which asks each time another thread for a stream's next step."""
+    """A web framework, for example, uses a different thread for each step of a stream."""
     target, draft = models(static)
     engine = Engine(target, drafter_of(name, target, draft))
     right = [naive_greedy(target.model, prompt, TOKENS) for prompt in PROMPTS[:3]]
@@ -145,7 +145,7 @@ def test_a_static_model_ends_a_stream_that_nobody_reads_when_another_call_has_wa
 def test_a_static_models_cache_is_free_at_once_when_a_stream_is_left(
     left: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "PATIENCE", float("inf"))  # a test that fails here waits for ever
+    monkeypatch.setattr(turns, "PATIENCE", float("inf"))  # if this fails, the test waits forever
     target, draft = models("eager")
     engine = Engine(target, DraftModelDrafter(draft, 3))
     stream = engine.steps(PROMPTS[0], DecodingConfig(TOKENS))

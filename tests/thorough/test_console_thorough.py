@@ -1,4 +1,4 @@
-"""What a user wrote is printed as it is, brackets and all; other libraries say nothing of their own."""
+"""Text by users is printed unchanged, including brackets; other libraries print nothing."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""A chat turn by turn: exact answers, nothing run twice, and a state that interrupts and refusals leave whole."""
+"""A chat turn by turn: answers are exact, nothing runs twice, and interrupts and errors do not damage the state."""
 
 import builtins
 import os
@@ -58,12 +58,12 @@ def conversation(drafter: Drafter | None = None, target: CausalLM | None = None,
 
 
 def answer(chat: Conversation, question: str) -> str:
-    """The answer as it is streamed."""
+    """Return the answer in its streamed form."""
     return "".join(piece.text for piece in stream_pieces(chat.ask(question), TOKENIZER, chat.config.eos_token_ids))
 
 
 def fresh_answer(chat: Conversation, question: str) -> str:
-    """The answer of a plain engine that knows nothing but the messages."""
+    """Return the answer of a new engine that receives only the messages."""
     prompt = TOKENIZER.apply_chat_template(
         [*chat.messages, {"role": "user", "content": question}], add_generation_prompt=True, return_dict=True
     )["input_ids"]
@@ -72,7 +72,9 @@ def fresh_answer(chat: Conversation, question: str) -> str:
 
 @contextmanager
 def interrupted_forward(target: CausalLM, fails_at: int) -> Iterator[None]:
-    """Ctrl-C in the n-th forward, when its first layer has written into the cache and its second has not."""
+    """Simulate Ctrl-C in the n-th forward pass, after the first layer has written into the cache and before the second
+    has.
+    """
     left = fails_at
 
     def interrupt(*call: object) -> None:
@@ -100,7 +102,7 @@ def test_every_turn_is_what_a_fresh_engine_answers_and_runs_the_new_tokens_alone
         assert run[0] == len(prompt) - held
         tokens = Generation.of(steps).tokens
         assert TOKENIZER.decode(tokens) == chat.messages[-1]["content"] == wanted
-        held = len(prompt) + len(tokens) - 1  # the last one was written, but never run
+        held = len(prompt) + len(tokens) - 1  # the last token was written, but never run
     assert [message["role"] for message in chat.messages] == ["system", *["user", "assistant"] * 3]
     assert [message["content"] for message in chat.messages[1::2]] == list(QUESTIONS)
 
@@ -198,7 +200,7 @@ def ask(target: Path, questions: str, *more: str) -> Result:
 
 
 def test_a_limit_of_new_tokens_as_long_as_the_context_refuses_no_question() -> None:
-    """Each answer is as long as there is room for it; so is the greeting that the beginning checks."""
+    """Each answer may be as long as there is room; the same applies to the greeting with which a chat is checked."""
     engine, config = Engine(model(context=40)), DecodingConfig(40)
     decoder = Decoder(engine, TOKENIZER, config, "plain decoding")
     chat = Chat(decoder, Conversation(engine, TOKENIZER, config), standard_output(), notes=standard_error())
@@ -261,7 +263,7 @@ def chat() -> Chat:
 
 
 def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException] | Callable[[], None]) -> None:
-    """Let these lines be typed, with Ctrl-C and Ctrl-D as exceptions."""
+    """Simulate that these lines are typed; exceptions stand for Ctrl-C and Ctrl-D."""
     waiting = iter(lines)
 
     def line(prompt: str) -> str:
@@ -301,7 +303,9 @@ def test_errors_are_sentences_behind_which_the_conversation_goes_on(
 
 
 def signals(target: CausalLM, at: int) -> Callable[[], None]:
-    """Send Ctrl-C to this process inside forward ``at`` (from 1) of the target; returns the end of it."""
+    """Send Ctrl-C to this process inside forward pass ``at`` (from 1) of the target;
+    return a function that ends this.
+    """
     count = 0
 
     def press(*_: object) -> None:
@@ -316,7 +320,7 @@ def signals(target: CausalLM, at: int) -> Callable[[], None]:
 
 @pytest.fixture
 def interrupted(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """A chat of two questions: Ctrl-C comes inside the second answer, and a third question follows."""
+    """Make a chat of two questions, with Ctrl-C inside the second answer and a third question afterwards."""
     removals = []
 
     def talk(at: int) -> None:
@@ -405,7 +409,7 @@ def test_every_option_reaches_the_decoder(target: Path, monkeypatch: pytest.Monk
 
 
 def test_ctrl_c_ends_the_text_and_its_figures_are_still_printed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The signal comes inside a pass; nothing is decoded after that pass."""
+    """The signal arrives inside a pass, and nothing is decoded after this pass."""
     verify, passes = CausalLM.verify, list[int]()
 
     def interrupted(*given: Any, **named: Any) -> ModelOutput:

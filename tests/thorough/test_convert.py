@@ -1,4 +1,6 @@
-"""Drafts of others converted: flat, nested and GGUF, with equal drafts before and after, or refused by name."""
+"""Drafts of other trainers are converted (flat, nested and GGUF) with equal drafts before and after, or rejected by
+name.
+"""
 
 import json
 from collections.abc import Callable
@@ -58,7 +60,7 @@ DRAFTS: dict[str, Callable[[CausalLM], DSparkDraft | Eagle3Draft]] = {
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CausalLM]:
-    """A target of eight layers with a tokenizer of 260 of its 264 tokens; its folder, and the model."""
+    """Make a target of eight layers with a tokenizer of 260 of its 264 tokens; return its folder and the model."""
     folder = tmp_path_factory.mktemp("converted") / "target"
     model = tiny_model("llama", num_hidden_layers=8, **SIZES)
     model.save_pretrained(folder)
@@ -101,9 +103,9 @@ def test_a_draft_goes_to_the_nested_layout_and_back_and_drafts_the_same(
     stored, again = (load_file(folder / "model.safetensors") for folder in (source, back))
     assert stored.keys() == again.keys() and all(torch.equal(stored[each], again[each]) for each in stored)
     ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (source, back))
-    if name == "DFlash, causal windows":  # what sliding layers are without a key
+    if name == "DFlash, causal windows":  # the default for sliding layers if the key is missing
         assert ours.pop("is_causal") is True
-    if name.startswith("EAGLE-3"):  # also default layers are named if the source names them
+    if name.startswith("EAGLE-3"):  # default layers are named as well if the source names them
         theirs = {each: value for each, value in theirs.items() if each in ours}
     assert ours == theirs
 
@@ -163,7 +165,9 @@ def test_the_nested_config_and_tensors_are_those_of_speculators(tmp_path: Path, 
 def test_layers_that_a_config_names_stay_named_and_sglang_gets_only_those_that_it_reads(
     tmp_path: Path, target: tuple[Path, CausalLM], taps: tuple[int, ...], servers: list[str]
 ) -> None:
-    """2, 3 and 4 are the default ones of seven layers; this target has eight, of which 2, 4 and 5 are."""
+    """Layers 2, 3 and 4 are the defaults for seven layers; this target has eight layers, for which the defaults are 2,
+    4 and 5.
+    """
     layers = tuple(tap - 1 for tap in taps)
     tiny_eagle3(target[1], target_layer_ids=layers).save_pretrained(tmp_path / "source")
     with_config(eagle_aux_hidden_state_layer_ids=taps)(tmp_path / "source")

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(find_spec("gradio") is None, reason="the demo ne
 
 
 def app() -> Any:
-    """Return the page's module, which the one process that runs these tests imports, and Gradio with it."""
+    """Return the page's module; only the process that runs these tests imports it, and Gradio with it."""
     return import_module("trainer.demo.app")
 
 
@@ -106,7 +106,7 @@ def test_every_tree_keeps_to_the_bounds_of_the_form(models: Models) -> None:
 
 
 class Timed:
-    """A decode of given seconds a step, which writes its name."""
+    """A decoding whose steps take the given seconds and write its name."""
 
     def __init__(self, name: str, seconds_of_a_step: float, steps: int, log: list[str]) -> None:
         self.name, self.step, self.left, self.log = name, seconds_of_a_step, steps, log
@@ -197,7 +197,7 @@ def test_only_rules_that_fit_are_offered_and_each_of_them_runs(models: Models) -
 
 @pytest.fixture
 def caches(monkeypatch: pytest.MonkeyPatch) -> "weakref.WeakSet[PreallocatedCache]":
-    """Every cache that is made from now on, while it lives."""
+    """Collect, by weak references, every cache that is made from now on."""
     made: weakref.WeakSet[PreallocatedCache] = weakref.WeakSet()
     new_cache = CausalLM.new_cache
 
@@ -216,7 +216,7 @@ def alive(caches: "weakref.WeakSet[PreallocatedCache]") -> int:
 
 
 class Visit:
-    """A visitor's run of a form, one step at each look."""
+    """A visitor's run of a form, which advances by one step at each look."""
 
     def __init__(self, answers: Any, name: str = "a") -> None:
         self.answers, self.request = answers, SimpleNamespace(session_hash=name)
@@ -267,7 +267,7 @@ def test_text_is_marked_by_its_origin_and_escaped() -> None:
     assert app().HTML.marked([Piece("\u202eمی\u200cخواهم\x1b", False)]) == '<span class="own">می\u200cخواهم</span>'
 
 
-# The tree 1 ── 2 ── 4 ── 6, where 5 is another child of 2, and 3 of 1.
+# The tree is 1 ── 2 ── 4 ── 6; 5 is another child of 2, and 3 is another child of 1.
 TREE = TokenTree.of_list([1, 2, 3, 4, 5, 6], TreeShape((-1, 0, 0, 1, 1, 3)))
 NAMES = {1: "root", 2: "the", 3: " a", 4: "cat", 5: "<b>", 6: "\n\x1b", 7: "x" * 40}
 
@@ -306,7 +306,7 @@ def client() -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def events(client: httpx.Client) -> dict[str, int]:
-    """Numbers of the page's events by their names."""
+    """Return the numbers of the page's events by their names."""
     names = ("example", "run", "stop", "look", "rules", "bounds", "leave")
     return dict(zip(names, (each["id"] for each in client.get("/config").json()["dependencies"]), strict=True))
 
@@ -339,7 +339,7 @@ def test_another_page_may_not_ask(client: httpx.Client, events: dict[str, int], 
 
 
 def ran(client: httpx.Client, event: int, **changed: object) -> str:
-    """What the page shows of a run with this entry: its sentence, or the texts."""
+    """Return what the page shows after a run with these inputs: its error, or the texts."""
     body = {"data": list((ENTRY | changed).values()), "fn_index": event, "session_hash": "runner"}
     assert client.post("/gradio_api/queue/join", content=json.dumps(body), headers=JSON).is_success
     with client.stream("GET", "/gradio_api/queue/data", params={"session_hash": "runner"}) as told:

@@ -1,4 +1,4 @@
-"""The command `headstart demo`: what it refuses before it reads a model, and the drafters that it finds."""
+"""The command `headstart demo`: errors before it reads a model, and the drafters that it finds."""
 
 import json
 import socket

@@ -1,4 +1,6 @@
-"""`headstart diagnose` names every planted difference first, with its remedy, and nothing where nothing differs."""
+"""`headstart diagnose` names every planted difference first, with its remedy,
+and reports nothing if nothing differs.
+"""
 
 import io
 import json
@@ -39,7 +41,7 @@ SIZES: dict[str, Any] = {"vocab": 128, "max_position_embeddings": 256}
 
 
 def noisy(model: PreTrainedModel, share: float, seed: int = 0) -> PreTrainedModel:
-    """The same model with noise on its weights, relative to each tensor's own spread."""
+    """Return a copy of the model with noise on its weights, relative to the standard deviation of each tensor."""
     other = tiny_model(**SIZES)
     other.load_state_dict(model.state_dict())
     generator = torch.Generator().manual_seed(seed)
@@ -52,7 +54,7 @@ def noisy(model: PreTrainedModel, share: float, seed: int = 0) -> PreTrainedMode
 
 @dataclass
 class Desk:
-    """A target, a draft that was trained for it and exported, and a server of both in good health."""
+    """A target, a draft that was trained for it and exported, and a correct server of both."""
 
     folder: Path
     tokenizer: PreTrainedTokenizerBase
@@ -162,7 +164,8 @@ SERVERS: dict[str, tuple[Plant, str, str, str]] = {
     ),
     "argmax drafts": (by_argmax, SAMPLING, "the server drafts by argmax", '"draft_sample_method": "probabilistic"'),
 }
-"""Name -> the faulty server, the step that must be named first, and patterns of what is found and of the remedy."""
+"""Maps names to the faulty server, the comparison that must be named first, and patterns of the finding and the
+remedy."""
 
 
 @pytest.mark.parametrize("name", SERVERS)
@@ -178,7 +181,7 @@ def test_the_first_difference_of_a_server_is_named_with_its_remedy(name: str, de
 
 @pytest.fixture
 def broken(desk: Desk, tmp_path: Path) -> Path:
-    """A copy of the exported folder, for a test to break."""
+    """Return a copy of the exported folder, which a test may damage."""
     copy = tmp_path / "served"
     copy.mkdir()
     for path in (desk.folder / "exported").iterdir():

@@ -1,4 +1,4 @@
-"""Each comparison of `headstart diagnose` alone, on values a person can check."""
+"""Each comparison of `headstart diagnose` separately, on values that can be checked by hand."""
 
 import json
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def test_a_prompt_that_differs_shows_its_first_token_and_its_cause(server: bytes
 def compared(
     text: str, ids: tuple[int, ...] | None, finish: str = "length", ours: tuple[int, ...] = (4, 5, 6, 7)
 ) -> Finding:
-    """Compare a server's answer with the text of a model that counts on: after 3 come 4, 5, 6, 7. 0 ends a text."""
+    """Compare a server's answer with the text of a model that counts: after 3 come 4, 5, 6, 7. Token 0 ends a text."""
     tokenizer = byte_tokenizer(size=16)
     reference = Reference(CausalLM(counting_model()), SamplingConfig(temperature=1.0), (0,))
     answer = Completion(text, ids, None, finish)
@@ -81,9 +81,9 @@ def test_equal_texts_are_equal_by_their_ids_and_by_their_text() -> None:
     ("text", "ids", "finish", "ours", "remedy"),
     [
         ("", (4, 5, 9, 10), "length", (4, 5, 6, 7), "same revision"),
-        ("\x04\x05\x09\x0a", None, "length", (4, 5, 6, 7), "same revision"),  # parts where its letters do
-        ("", (4, 5), "stop", (4, 5, 6, 7), "eos_token_id"),  # ends where the other goes on
-        ("", (4, 5, 0, 9), "length", (4, 5, 0), "eos_token_id"),  # is written on behind its end
+        ("\x04\x05\x09\x0a", None, "length", (4, 5, 6, 7), "same revision"),  # differs at the first different letter
+        ("", (4, 5), "stop", (4, 5, 6, 7), "eos_token_id"),  # ends although the other continues
+        ("", (4, 5, 0, 9), "length", (4, 5, 0), "eos_token_id"),  # continues after its end
     ],
 )
 def test_a_text_that_parts_beyond_a_near_tie_has_its_cause(
@@ -94,12 +94,15 @@ def test_a_text_that_parts_beyond_a_near_tie_has_its_cause(
 
 
 def test_an_end_that_is_nearly_as_likely_as_the_other_token_is_a_near_tie() -> None:
-    """After 8 comes 9; the server ends there instead, which is 4 below it, or as likely in the second model."""
+    """After 8 comes 9.
+
+    The server ends there instead: in the first model the end is 4 below 9, and in the second it is as likely.
+    """
     tokenizer, target = byte_tokenizer(size=16), CausalLM(counting_model())
     even = CausalLM(counting_model())
     lm_head: Any = even.model.get_output_embeddings()
     with torch.no_grad():
-        lm_head.weight[0] = lm_head.weight[9]  # 0 ends a text, and is now as likely as 9
+        lm_head.weight[0] = lm_head.weight[9]  # 0 ends a text, and is as likely as 9 now
     answer = Completion("", (), None, "stop")
     for model, differs in ((target, True), (even, False)):
         reference = Reference(model, SamplingConfig(temperature=1.0), (0,))
@@ -111,7 +114,7 @@ def test_an_end_that_is_nearly_as_likely_as_the_other_token_is_a_near_tie() -> N
 
 
 def random_heads(target: CausalLM) -> MedusaHeads:
-    """Heads with a bias by the token before."""
+    """Make heads with a Markov bias."""
     heads = MedusaHeads(MedusaConfig(target.hidden_size, target.vocab_size, 2, 1, ((0,), (0, 0)), markov_rank=4))
     generator = torch.Generator().manual_seed(0)
     for parameter in heads.parameters():
@@ -199,7 +202,7 @@ def test_the_targets_own_config_is_read_as_others_read_it(
         tiny_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
         tmp_path / "t",
     )
-    model.save_pretrained(target)  # by transformers 5, without the keys of version 4
+    model.save_pretrained(target)  # as written by transformers 5, without the keys of version 4
     finding = compare_settings(tiny_llama, target, served_heads, served_heads, 64)
     assert not finding.passed and "the target's config.json lacks rope_theta" in finding.found
 
@@ -208,7 +211,7 @@ def test_the_targets_own_config_is_read_as_others_read_it(
 
 
 def replayed(rates: tuple[float, ...], passes: int = 1000, texts: int = 10) -> LoopAcceptance:
-    """A replay of which exactly these shares of passes were accepted at least to each position."""
+    """Make a replay in which exactly these shares of passes were accepted up to each position."""
     depth = len(rates)
     lengths = [sum(place < rate * passes for rate in rates) for place in range(passes)]
     steps = [StepCount(length + 1, length, depth, depth) for length in lengths]
@@ -229,7 +232,8 @@ def test_equal_shares_are_no_difference_and_their_lengths_are_one_plus_their_sum
 
 
 def test_a_difference_within_the_binomial_error_and_the_texts_ends_is_not_real() -> None:
-    # The error of two shares near .7 of 1,000 is 0.0205; 3.29 of it and one draft of 10 texts make 0.0775.
+    # The error of two shares near .7 of 1,000 is 0.0205; 3.29 times this and one draft for each of 10 texts make
+    # 0.0775.
     near, far = (compare_positions(replayed((0.7,)), counted((share,)))[0] for share in (0.63, 0.61))
     assert not near.real and far.real
 
@@ -253,7 +257,10 @@ def test_a_server_that_drafts_more_than_the_chain_here_is_named_and_its_further_
 
 
 def test_a_position_that_nothing_reached_here_has_all_passes_as_trials() -> None:
-    """Position 2 of 1,000 drafts that were all refused: a server that accepts there differs in it, too."""
+    """All 1,000 drafts were rejected at position 1.
+
+    A server that accepts at position 2 differs at that position as well.
+    """
     found = compare_positions(replayed((0.0, 0.0)), counted((0.3, 0.2)))
     assert [position.real for position in found] == [True, True]
 
@@ -280,14 +287,16 @@ def test_sampled_drafts_are_told_from_argmax_drafts() -> None:
 
 
 def test_drafts_too_few_beside_the_texts_are_not_judged() -> None:
-    """The end of each text is worth a draft: 8 drafts of 10 texts could hide that nothing is accepted."""
+    """One draft per text is uncertain because of the text's end, so 8 drafts of 10 texts could hide that nothing is
+    accepted.
+    """
     ours, few = replayed((0.8, 0.6)), counted((0.0, 0.0), drafts=8)
     for found in (compare_acceptance(ours, few), compare_sampling(ours, replayed((0.5, 0.2)), few, 1.0)):
         assert found.status == "open" and "to detect even a server that accepts nothing" in found.found
 
 
 def test_a_servers_text_goes_on_from_our_tokens_without_another_space() -> None:
-    """sentencepiece begins a text with a space, which the rest of an answer does not have."""
+    """sentencepiece begins a text with a space, but the rest of an answer has no such space."""
     tokenizer = sentencepiece_like([("▁", "a"), ("b", "c")])
     ours, whole = (tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ("a", "abc a"))
     assert tokens_of(Completion("abc a", None, None, "length"), ours, tokenizer, ()) == whole

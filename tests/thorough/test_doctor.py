@@ -1,4 +1,4 @@
-"""`headstart doctor`: the machine, the packages, what to run next, its screen and its JSON."""
+"""`headstart doctor`: the machine, the packages, the next commands, the printed text and the JSON."""
 
 import json
 import shlex
@@ -43,7 +43,7 @@ def test_this_machine_can_be_read_and_keys_are_never_shown(monkeypatch: pytest.M
         (check_threads(8, 8, False), "ok", ""),
         (check_threads(16, 8, False), "note", "OMP_NUM_THREADS=8"),
         (check_threads(1, 8, False), "note", "OMP_NUM_THREADS=8"),
-        (check_threads(1, 8, True), "ok", ""),  # one thread feeds a GPU
+        (check_threads(1, 8, True), "ok", ""),  # one thread is enough with a GPU
         (check_no_gpu(False, None), "ok", ""),
         (check_no_gpu(True, None), "note", "built for CUDA"),
         (check_no_gpu(True, "13.0"), "note", "CUDA 13.0"),

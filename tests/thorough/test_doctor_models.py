@@ -1,4 +1,4 @@
-"""`headstart doctor` with models: each misfit is found by name, with its remedy; a fitting set has none."""
+"""`headstart doctor` with models names each misfit with its remedy, and finds nothing in a set that fits."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def save(folder: Path, template: str | None = TEMPLATE, shift: int = 0, **change
 
 
 def save_heads(folder: Path, target: Path | None, width: int = 16, vocab: int = 128) -> Path:
-    """Write heads, trained on ``target`` by their provenance; None: without one."""
+    """Write heads whose provenance says that they were trained on ``target`` (None: no provenance)."""
     heads = MedusaHeads.for_target(tiny_model(vocab=vocab, hidden_size=width), MedusaConfig(width, vocab))
     heads.save_pretrained(folder)
     return folder if target is None else trained_on(folder, target)
@@ -94,7 +94,7 @@ def of_drafter(text: str, target: Skeleton) -> list[Finding]:
 
 
 def only(findings: list[Finding], check: str, status: str = "problem") -> Finding:
-    """Return the only finding that is not ok, apart from the layout; it has a remedy."""
+    """Return the only finding that is not ok, apart from the layout; check that it has a remedy."""
     (found,) = [finding for finding in findings if finding.status != "ok" and finding.check != "layout"]
     assert (found.check, found.status) == (check, status) and found.remedy
     return found
@@ -193,7 +193,7 @@ def test_fitting_heads_and_drafts_of_both_kinds_have_nothing_to_note(
     save_dspark(tmp_path / "eagle3", target, tiny=tiny_eagle3)
     specs = [f"heads:{tmp_path}/heads", f"{tmp_path}/heads", f"draft:{draft}", f"dspark:{tmp_path}/dspark"]
     specs += [f"eagle3:{tmp_path}/eagle3", f"eagle3-tree:{tmp_path}/eagle3", f"other-tokenizer:{draft}", "lookup"]
-    for text in specs:  # no target of two layers has the layers that every server reads for EAGLE-3
+    for text in specs:  # a target of two layers lacks the layers that every server reads for EAGLE-3
         found = [each for each in of_drafter(text, skeleton) if "eagle3" not in text or each.check != "layout"]
         assert fits(found), text
 
@@ -391,7 +391,7 @@ def test_models_that_fit_decode_the_target_s_own_text(target: Path, tmp_path: Pa
     specs = [parse_drafter(f"heads:{save_heads(tmp_path / 'heads', target)}"), parse_drafter("lookup")]
     findings = check_decoding(str(target), torch.float32, specs, trusted=False)
     assert len(findings) == 3 and fits(findings)
-    assert "16 tokens" in findings[0].found and "1 of 1 texts are the target's greedy ones" in findings[0].found
+    assert "16 tokens" in findings[0].found and "1 of 1 texts equal the target's greedy texts" in findings[0].found
 
 
 @pytest.mark.parametrize("width", [16, 24])

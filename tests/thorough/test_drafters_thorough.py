@@ -1,4 +1,4 @@
-"""Every drafter through the whole loop with sampling: the text of a seed, and the target's distribution."""
+"""Every drafter in the whole loop with sampling: the text for a seed, and the target's distribution."""
 
 import pytest
 from drafter_checks import DRAFTERS, check_text_of_the_seed
@@ -15,7 +15,7 @@ def test_sampled_verify_writes_plain_decodings_text_of_the_seed(
     check_text_of_the_seed(tiny_llama, DRAFTERS[name](tiny_llama, tiny_draft))
 
 
-# Every check decodes the first two; the others are of parts that decode here by themselves.
+# Every check decodes the first two; the other drafters consist of parts that are tested separately here.
 @pytest.mark.parametrize(
     "name", sorted(DRAFTERS.keys() - {"chain", "Markov heads", "likeliest heads", "likeliest DFlash", "DSpark hybrid"})
 )
@@ -23,7 +23,7 @@ def test_the_loop_writes_the_targets_distribution(name: str) -> None:
     target, drafter = small_llama(TARGET_SEED), None
     if any(
         kind in name for kind in ("DSpark", "DFlash", "EAGLE")
-    ):  # of one layer a target has no states that a server reads
+    ):  # a target with one layer has no states that a server reads
         target = small_llama(10, layers=2)
         drafter = DRAFTERS[name](target, target)
     chance, accepted = decode_many(target, drafter or drafter_called(name), SamplingConfig(1.0))

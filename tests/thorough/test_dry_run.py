@@ -1,4 +1,4 @@
-"""`headstart train --dry-run`: measured by a few real steps; an untrained artefact is left, and nothing else."""
+"""`headstart train --dry-run` measures a few real steps, and leaves only an untrained artefact."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""DSpark drafts exported: the folder that vLLM and SGLang load, llama.cpp's file, and a replay of damaged copies."""
+"""Exported DSpark drafts: the folder that vLLM and SGLang load, the file for llama.cpp,
+and replays of damaged copies.
+"""
 
 import json
 from pathlib import Path
@@ -32,7 +34,7 @@ MASK, TAPS = 261, (0, 1)
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CausalLM]:
-    """A target of three layers with a tokenizer of 260 of its 264 tokens; its folder, and the model."""
+    """Make a target of three layers with a tokenizer of 260 of its 264 tokens; return its folder and the model."""
     folder = tmp_path_factory.mktemp("dspark") / "target"
     model = tiny_model("llama", num_hidden_layers=3, **SIZES)
     model.save_pretrained(folder)
@@ -41,7 +43,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CausalLM]:
 
 
 def trained(folder: Path, target: tuple[Path, CausalLM], flash: bool = False, **changes: Any) -> Path:
-    """A draft in bf16 as training leaves it."""
+    """Write a draft in bf16 in the form that training writes."""
     sizes = {"mask_token_id": MASK, "tree": TREE, "enable_confidence_head": not flash, **changes}
     draft = tiny_dflash(target[1], **sizes) if flash else tiny_dspark(target[1], **sizes)
     draft.bfloat16().save_pretrained(folder)
@@ -184,7 +186,9 @@ def test_what_a_gguf_file_cannot_say_is_refused(
 def test_a_nested_folder_is_flattened_and_servers_that_cannot_read_it_get_no_command(
     tmp_path: Path, target: tuple[Path, CausalLM]
 ) -> None:
-    """A speculators DFlash draft with windows, causal where they slide, that reads the last layer."""
+    """The draft is a DFlash draft of speculators that reads the last layer and has windows, with causal blocks in these
+    layers.
+    """
     source = trained(tmp_path / "run", target, flash=True, tree=(), **WINDOWS, target_layer_ids=(0, 2))
     flat = json.loads((source / "config.json").read_text())
     layers = {name: flat.pop(name) for name in list(flat) if name not in ("block_size", "mask_token_id")}
@@ -245,7 +249,7 @@ def diagnosed(source: Path, served: Path, trained_on: tuple[Path, CausalLM]) -> 
 def test_an_untouched_copy_has_no_difference(
     tmp_path: Path, target: tuple[Path, CausalLM], rope: dict[str, Any]
 ) -> None:
-    """Also for readers of transformers 4's keys."""
+    """This includes readers of transformers 4's keys."""
     source = trained(tmp_path / "run", target, **rope)
     served = export(source, tmp_path / "dspark-out", "dspark").folder
     assert [finding.status for finding in diagnosed(source, served, target)] == ["ok"] * 3

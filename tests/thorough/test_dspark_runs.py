@@ -1,4 +1,4 @@
-"""Whole runs of DSpark and EAGLE-3 drafts: from a recipe to a folder that drafts, however it is interrupted."""
+"""Whole runs of DSpark and EAGLE-3 drafts: from a recipe to a folder that drafts, with any interruptions."""
 
 import copy
 import io
@@ -76,7 +76,7 @@ def trained(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_recipe_is_trained_to_a_folder_that_drafts_and_changes_no_text(workshop: Path, kind: str) -> None:
-    """And evaluated by its own drafter."""
+    """The evaluation uses the drafter of the draft."""
     said = io.StringIO()
     final = trained(workshop, kind=kind, said=said)
     assert {"dspark": "(dspark, tree of 5)", "eagle3": "(eagle3, 4 tokens)"}[kind] in said.getvalue()
@@ -94,7 +94,7 @@ def test_a_recipe_is_trained_to_a_folder_that_drafts_and_changes_no_text(worksho
 
 
 def test_what_the_first_lines_promise_is_what_the_run_does(workshop: Path) -> None:
-    """A tree is fitted only if there are evaluations, and a target's scaling is not taken over in silence."""
+    """A tree is fitted only if there are evaluations, and a message says if the target's scaling is not taken over."""
     scaled = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     for prompts, rope in ((2, None), (0, scaled)):
         write_target(workshop / "target", **({"rope_parameters": rope} if rope else {}))
@@ -149,7 +149,7 @@ def test_a_finished_draft_goes_on_in_a_second_stage_on_what_the_loop_writes(work
 
 __all__ = ["workshop"]  # a fixture
 EXAMPLES = [BLOCK_TEXTS[0], TURNS, BLOCK_TEXTS[1]]
-BATCH = collate(BLOCK_TEXTS, (0, 2))  # padded otherwise than when it was written
+BATCH = collate(BLOCK_TEXTS, (0, 2))  # with different padding than when it was written
 
 
 def target_of(family: str = "llama") -> CausalLM:
@@ -176,9 +176,9 @@ def stored(
 def test_a_draft_learns_from_the_disk_what_it_learns_from_its_target(
     made: Any, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its taps are 0 and 1; the state after layer 2 is stored for the target's own distribution.
+    """The taps are 0 and 1; the state after layer 2 is stored to compute the target's distribution.
 
-    The running target takes rows of other lengths one by one.
+    The running target reads rows of different lengths one by one.
     """
     monkeypatch.setattr("trainer.target.loading._ENOUGH", 1)
     target, found = target_of(family), []
@@ -234,7 +234,7 @@ def test_states_of_another_kind_are_refused(what: dict[str, Any], problem: str, 
 def test_a_target_whose_last_layer_reads_more_than_the_states_before_it_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here the last layer adds what the first one has computed."""
+    """Here the last layer adds the output of the first layer."""
     target, seen = target_of(), list[torch.Tensor]()
     first, last = target.model.model.layers[0].self_attn, target.model.model.layers[3]
     first.register_forward_hook(lambda module, args, output: seen.append(output[0]))

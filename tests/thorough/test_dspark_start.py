@@ -1,4 +1,4 @@
-"""The start of a DSpark draft: its sizes, its mask, what a recipe may not ask for, and going on with a stored one."""
+"""The start of a DSpark draft: its sizes, its mask token, invalid recipes, and further training of a stored draft."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
         ("llama", {"rope_parameters": {**LINEAR, "rope_theta": 5e5}}, {}, 5e5, 1e-6, LINEAR),
         ("llama", {"rope_parameters": {**LINEAR, "rope_theta": 5e5}}, {"rope_theta": 1e4}, 1e4, 1e-6, {}),
         ("llama", {"rms_norm_eps": 1e-5}, {"rope_theta": 1e4, "rms_norm_eps": 1e-6}, 1e4, 1e-6, {}),
-        ("gemma3", {}, {}, 1e6, 1e-6, {}),  # its layers with windows have 10,000
+        ("gemma3", {}, {}, 1e6, 1e-6, {}),  # its layers with windows have a base of 10,000
         ("gpt2", {}, {}, 1e4, 1e-6, {}),  # has neither
     ],
 )
@@ -124,7 +124,7 @@ def test_the_mask_is_the_padding_else_a_special_token_that_nothing_writes_else_a
 
 
 def test_the_mask_ends_no_text_whatever_the_tokenizer_calls_it() -> None:
-    """As in Qwen's chat models: the padding is one of several end tokens of the generation config."""
+    """In Qwen's chat models, for example, the padding token is one of several end tokens in the generation config."""
     target, tokenizer = CausalLM(tiny_model("llama", vocab=20)), tiny_tokenizer()
     tokenizer.add_tokens([AddedToken("<|pad|>", special=True), AddedToken("<|file|>", special=True)])
     tokenizer.pad_token = "<|pad|>"
@@ -136,7 +136,7 @@ def test_the_mask_ends_no_text_whatever_the_tokenizer_calls_it() -> None:
 
 
 def test_where_all_ids_are_words_the_mask_is_a_byte_that_no_text_has() -> None:
-    """A tokenizer of GPT-2's kind: the letter ÿ is two bytes, so that nothing is written with the token of byte 255."""
+    """In a tokenizer like GPT-2's the letter ÿ is two bytes, so no text contains the token of byte 255."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -201,7 +201,9 @@ def test_a_stored_draft_goes_on_with_its_weights(stored: Path) -> None:
 
 
 def test_a_stored_draft_keeps_what_the_recipe_does_not_set(tmp_path: Path) -> None:
-    """As other trainers have it: other heads than the target's, rope, eps, positions, mask, and no known depth."""
+    """As in drafts of other trainers, heads, rope, eps, positions and mask differ from the target's, and the depth is
+    unknown.
+    """
     target = CausalLM(tiny_model("llama"))
     others: dict[str, Any] = {"num_attention_heads": 4, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "mask_token_id": 14}
     others |= {"max_position_embeddings": 99, "num_target_layers": None, "confidence_head_with_markov": False}
@@ -234,7 +236,8 @@ def test_a_recipe_of_an_ordinary_draft_does_not_go_on_with_a_dspark_draft(stored
 # --- the tree ---------------------------------------------------------------------------------------------------------
 
 TEXT, PROMPT = (3, 1, 4, 1, 5, 9, 2, 6), 3
-"""The roots are the tokens 3 to 6: of four labels one is four tokens after its root, of five labels none."""
+"""The roots are tokens 3 to 6. With four labels one label is four tokens after its root; with five labels none is five
+after it."""
 
 
 @pytest.mark.parametrize("together", [128, 2])

@@ -1,4 +1,4 @@
-"""Answers from served targets: what is asked, what is set aside, and when a run ends."""
+"""Answers from served targets: what is requested, what is set aside, and when a run ends."""
 
 import asyncio
 import gc
@@ -126,7 +126,10 @@ def test_requests_are_under_way_together_and_the_file_is_sorted_at_the_end(tmp_p
 def test_rows_are_read_as_they_are_asked_and_written_once_each_in_order_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 3,000 rows, every third with two turns, never more are read than were answered and are under way."""
+    """There are 3,000 rows, every third with two turns.
+
+    At no time have more rows been read than are answered or in progress.
+    """
     before, answered, leads = 0, 0, list[int]()
 
     class Rows:
@@ -138,7 +141,7 @@ def test_rows_are_read_as_they_are_asked_and_written_once_each_in_order_after_a_
     async def ask(connection: Any, body: dict[str, Any]) -> Completion:
         nonlocal answered
         words = body["messages"][-1]["content"]
-        for _ in range(body["seed"] * 7 % 5):  # answers come in another order
+        for _ in range(body["seed"] * 7 % 5):  # answers arrive in a different order
             await asyncio.sleep(0)
         answered += words == "more" or int(words) % 3 > 0
         return Completion("", None, None, "stop", message={"content": f"to {words}"})
@@ -150,7 +153,7 @@ def test_rows_are_read_as_they_are_asked_and_written_once_each_in_order_after_a_
     chosen = replace(options(tmp_path, "http://127.0.0.1:9/v1", concurrency=WINDOW), prompts="org/rows")
     regenerate(replace(chosen, limit=ROWS // 2))
     whole = chosen.output.read_bytes()
-    chosen.output.write_bytes(whole[:-1000])  # as a kill leaves it, in the middle of a line
+    chosen.output.write_bytes(whole[:-1000])  # cut in the middle of a line, as after a kill
     before, answered = whole[:-1000].count(b"\n"), 0
     summary = regenerate(chosen)
     assert (summary.rows, summary.before, summary.answered) == (ROWS, before, ROWS - before) and before > 1000
@@ -258,7 +261,7 @@ def test_an_answer_that_is_cut_off_is_kept_and_marked(tmp_path: Path) -> None:
         summary = regenerate(options(tmp_path, endpoint.address, [["one", "two"]]))
     row = rows(tmp_path / "answers.jsonl")[0]
     assert row["truncated"] and [message["content"] for message in row["messages"]] == ["one", "half a chara"]
-    assert len(endpoint.requests) == 1  # the second turn would answer to half a sentence
+    assert len(endpoint.requests) == 1  # the second turn would answer half a sentence
     assert summary.truncated == 1
 
 
@@ -296,7 +299,7 @@ def test_a_wrong_key_or_model_ends_the_run_at_once_and_the_key_is_not_printed(
     with serve(lambda request: (status, {"error": {"message": f"bad key {KEY}"}})) as endpoint:
         chosen = options(tmp_path, endpoint.address, map(str, range(12)), concurrency=6)
         assert guarded(partial(run_regenerate, chosen), debug) == ExitCode.BAD_INPUT
-    gc.collect()  # Python tells of errors that nobody asked for when their tasks go
+    gc.collect()  # Python prints errors that nobody has read when their tasks are deleted
     printed = "".join(capfd.readouterr())
     assert len(endpoint.requests) <= 6
     assert f"HTTP {status}" in printed and sentence in " ".join(printed.split()) and KEY not in printed
@@ -310,7 +313,7 @@ def test_the_key_is_in_no_file_even_if_the_server_repeats_it(tmp_path: Path, mon
         regenerate(options(tmp_path, endpoint.address, ("one", "two"), concurrency=1))
     assert "[the key]" in set_aside(tmp_path)[0]["reason"]
     written = [path.read_text() for path in tmp_path.iterdir()]
-    # The second message is so long that it is cut off in the middle of the key.
+    # The second message is so long that it is cut in the middle of the key.
     assert len(written) >= 3 and not any(KEY[:8] in text for text in (*written, str(caught.value)))
 
 
@@ -353,5 +356,5 @@ def test_a_row_is_set_aside_only_if_every_endpoint_refuses_it(tmp_path: Path) ->
         prompts, addresses = ("longer", "longest"), [small.address, large.address]
         regenerate(options(tmp_path, "", prompts, endpoint=addresses, concurrency=1))
     assert answers(tmp_path) == ["to longer"] and set_aside(tmp_path)[0]["row"] == 2
-    # Up to four times: without a stream and without token ids, which might have been what was refused.
+    # Up to four requests: the server may have rejected the stream or the token ids, so these are left out.
     assert all(1 <= asked(each).count("longest") <= 4 for each in (small, large))

@@ -1,4 +1,4 @@
-"""The evaluation, its peers and its report, on tiny models."""
+"""The evaluation with its peers and its report, on tiny models."""
 
 import json
 import time
@@ -27,7 +27,7 @@ GREEDY = EvaluationConfig(max_new_tokens=6, settings=("greedy",))
 
 @pytest.fixture(scope="module")
 def report(tiny_llama: CausalLM, tiny_draft: CausalLM) -> dict[str, Any]:
-    """Every setting, a draft and prompt lookup, on three prompts."""
+    """Evaluate a draft and prompt lookup in every setting on three prompts; return the report."""
     drafters = {"draft": DraftModelDrafter(tiny_draft, 2), "prompt lookup": PromptLookupDrafter()}
     config = EvaluationConfig(max_new_tokens=12, settings=SETTINGS)
     methods = standard_methods(tiny_llama, drafters, config)
@@ -94,7 +94,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(tiny_llama: Cau
 def test_the_draft_s_prefill_counts_as_drafting_here_and_in_assisted_generation(
     tiny_llama: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock moves only when the draft reads the prompt."""
+    """The clock advances only while the draft reads the prompt."""
     now, draft = [0.0], CausalLM(tiny_model(seed=1))
 
     def reads(module: object, args: tuple[Any, ...], inputs: dict[str, Any], output: object) -> None:
@@ -146,7 +146,7 @@ def test_texts_that_differ_are_reported_with_their_margin_and_those_that_ended_e
 
 
 def test_the_speed_up_of_totals_weighs_a_text_by_its_time_and_the_median_does_not(tiny_llama: CausalLM) -> None:
-    """24 seconds of plain decoding against 22; of three paired runs two are twice as fast."""
+    """Plain decoding takes 24 seconds and the method 22; of three paired runs, two are twice as fast."""
 
     def method(name: str, short: float) -> Method:
         def run(prompts: Any, *_: Any) -> list[Run]:  # the first token comes from the prefill, which takes a second

@@ -1,4 +1,4 @@
-"""`headstart evaluate`: what it refuses before it decodes, what it keeps between runs, what it says was asked."""
+"""`headstart evaluate`: errors before it decodes, what it keeps between runs, and how it describes the questions."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}:"
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target with a chat template, and four questions of two tasks, one of two turns."""
+    """Write a tiny target with a chat template, and four questions from two tasks, one of them with two turns."""
     folder = tmp_path_factory.mktemp("desk")
     tiny_model(vocab=128, max_position_embeddings=256).save_pretrained(folder / "target")
     byte_tokenizer(CHAT).save_pretrained(folder / "target")

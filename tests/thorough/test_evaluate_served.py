@@ -1,4 +1,6 @@
-"""Servers measured from outside: every figure from known delays, on a clock that only the fake server moves."""
+"""Servers measured by a client: every figure follows from known delays,
+on a clock that only the fake server advances.
+"""
 
 import io
 import json
@@ -31,7 +33,9 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Clock:
-    """Seconds that the server sets; it waits until they are read, so that no time of the machine counts."""
+    """A clock that the server sets; the server waits until the time is read, so that the machine's time does not
+    matter.
+    """
 
     def __init__(self) -> None:
         self.now, self._reads, self._read = 0.0, 0, threading.Condition()
@@ -43,7 +47,7 @@ class Clock:
             return self.now
 
     def after(self, seconds: float, event: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the event so many seconds later, and return when it was read."""
+        """Yield the event this many seconds later, and return once it was read."""
         with self._read:
             self.now += seconds
             seen = self._reads
@@ -54,9 +58,9 @@ class Clock:
 
 @dataclass
 class Fake:
-    """A server of one text at a time: ``first`` seconds to the first of four events, ``gap`` to each other.
-
-    At the second concurrency, which is 2, it has two requests before it answers one, in ``crowded`` times the seconds.
+    """A server that answers one request at a time: ``first`` seconds to the first of four events, and ``gap`` seconds
+    to each further event. At the second concurrency, which is 2, it waits for two requests before it answers one, and
+    needs ``crowded`` times the seconds.
     """
 
     clock: Clock
@@ -64,7 +68,9 @@ class Fake:
     gap: float = 0.1
     crowded: float = 1.0
     accepted: tuple[int, ...] = ()
-    """Tokens accepted in each pass of an answer, of three drafted; none: it does not speculate."""
+    """Number of tokens accepted in each pass of an answer, of three drafted ones; empty if the server does not
+    speculate.
+    """
     by_request: bool = False
     has_page: bool = True
     names: tuple[str, ...] = ("tiny",)
@@ -98,7 +104,7 @@ class Fake:
         return "\n".join(lines) + "\n"
 
     def events(self, number: int) -> Iterator[dict[str, Any]]:
-        alone = number <= PROMPTS + 1  # one warms it up
+        alone = number <= PROMPTS + 1  # one request is a warm-up
         wanted = number if alone else min(number + 1, 2 * PROMPTS + 1)
         with self.queue:
             came = self.queue.wait_for(lambda: len(self.bodies) >= wanted and self.answered == number - 1, 20)
@@ -131,7 +137,7 @@ def options(folder: Path, **changes: Any) -> EvaluateOptions:
 
 
 def measured(folder: Path, fake: Fake, baseline: Fake | None = None, **changes: Any) -> tuple[dict[str, Any], str]:
-    """The report, and what was printed."""
+    """Return the report and what was printed."""
     printed = io.StringIO()
     console = Console(file=printed, width=250)
     with serve(fake) as one, serve(baseline or fake) as other:
@@ -147,7 +153,7 @@ def row(report: dict[str, Any], method: str = "served") -> dict[str, Any]:
 
 
 def test_every_figure_follows_from_the_delays_and_the_counters(tmp_path: Path) -> None:
-    """An answer takes 0.5 + 3 x 0.1 = 0.8 s for 7 tokens; the baseline's takes 1.0 + 3 x 0.2 = 1.6 s."""
+    """An answer of 7 tokens takes 0.5 + 3 x 0.1 = 0.8 s; with the baseline it takes 1.0 + 3 x 0.2 = 1.6 s."""
     clock = Clock()
     fake = Fake(clock, accepted=(3, 1, 0))
     report, printed = measured(tmp_path, fake, Fake(clock, first=1.0, gap=0.2))
@@ -179,7 +185,9 @@ def test_every_figure_follows_from_the_delays_and_the_counters(tmp_path: Path) -
 
 
 def test_a_request_that_waits_counts_its_wait_and_the_crossover_is_told_in_words(tmp_path: Path) -> None:
-    """Alone it answers in 0.8 s, the baseline in 1.6 s; of two requests all but the first wait for another's answer."""
+    """A single request takes 0.8 s, and 1.6 s with the baseline; of two requests, all but the first wait for another
+    answer.
+    """
     clock = Clock()
     fake, plain = Fake(clock, crowded=3.0), Fake(clock, first=1.0, gap=0.2)
     report, printed = measured(tmp_path, fake, plain, concurrency=(1, 2))
@@ -247,7 +255,7 @@ def test_requests_are_under_way_together_and_a_finished_cell_is_not_asked_again(
             return 404, ""
         with came:
             seen.append(request)
-        if len(seen) > 1:  # the first warms the server up
+        if len(seen) > 1:  # the first request is a warm-up
             both.wait()
         return 200, iter([{"choices": [{"delta": {"content": "a"}}], "usage": {"completion_tokens": 1}}])
 
@@ -345,7 +353,9 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path, change: dic
 
 
 def test_answers_share_the_time_in_which_they_are_under_way_together() -> None:
-    """From 0 to 2 one alone, from 2 to 4 two, from 4 to 5 the other; nothing from 5 to 7."""
+    """From 0 to 2 only one answer is in progress, from 2 to 4 two are, from 4 to 5 the other one is, and from 5 to 7
+    none.
+    """
     assert shares_of_time([(0, 4), (2, 5), (7, 8)]) == pytest.approx([3, 2, 1])
 
 

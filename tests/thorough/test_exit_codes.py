@@ -1,4 +1,4 @@
-"""Exit codes of real processes, the one sentence that each ends with, and the page that lists them."""
+"""Exit codes of real processes, the sentence with which each process ends, and the page that lists the codes."""
 
 import re
 import shlex
@@ -29,7 +29,7 @@ sys.modules["trainer.commands.demo"] = work  # in place of the command's own, wh
 from trainer.cli import main
 main()
 """
-"""A process of ``headstart``, whose command ``demo`` does as it is told."""
+"""A process of ``headstart`` whose command ``demo`` does what the test chooses."""
 
 FOREVER = "while True: print('x' * 1000)"
 RICH = "from trainer.terminal.console import say, standard_output\n    while True: say(standard_output(), 'x')"
@@ -122,7 +122,9 @@ def test_a_terminated_command_that_saves_nothing_ends_as_the_system_does() -> No
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_ends_in_this_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its work is handed to `guarded`, which the tests above are about, by way of `guarded` around the whole."""
+    """Every command passes its work to `guarded`, which the tests above cover, and `guarded` also encloses the whole
+    program.
+    """
 
     def ends(work: Callable[[], None], *_: object) -> int:
         return 33 if "run.<locals>" in work.__qualname__ else guarded(work)

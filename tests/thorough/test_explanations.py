@@ -1,4 +1,6 @@
-"""The pages of explanation: their pictures and tables hold what the rules and the law give, and are those of now."""
+"""The pages of explanation: their pictures and tables have the numbers of the rules and of the law,
+and are up to date.
+"""
 
 import json
 import math
@@ -14,7 +16,7 @@ from decoding.rules.tree import ProposalKind
 from decoding.rules.verify import RULES
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "scripts"))  # where the scripts stand
+sys.path.append(str(ROOT / "scripts"))  # the folder of the scripts
 explained, pictures = import_module("explained"), import_module("explanation_pictures")
 tables, drawn, loop = (
     import_module("explanation_tables"),

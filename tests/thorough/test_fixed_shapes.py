@@ -1,4 +1,4 @@
-"""The choice of how steps run, from the commands and `HeadstartModel` down to the drafts."""
+"""The choice between fixed and dynamic shapes, from the commands and `HeadstartModel` down to the drafts."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ PROMPTS = [[3, 1, 4, 1, 5] * 3, [9, 2], [6, 5, 3, 5, 8, 9, 7], [5, 6] * 8]
 
 
 def on_gpu(**changes: Any) -> Any:
-    """Stand in for a model on a GPU: the choice looks at its device, class, config and placement alone."""
+    """Imitate a model on a GPU: the choice reads only its device, class, config and placement."""
     model = tiny_model("llama", **changes)
     of_class = type("OnGPU", (SimpleNamespace,), {"forward": type(model).forward})
     return of_class(device=torch.device("cuda"), config=model.config)
@@ -77,7 +77,9 @@ def drafters(draft: CausalLM) -> dict[str, Drafter]:
 def test_no_cache_grows_in_the_life_of_a_text(
     static: str | None, own: bool, monkeypatch: pytest.MonkeyPatch, tiny_llama: CausalLM
 ) -> None:
-    """Rows of a batch differ in what they lack: the padding of one must not make the buffers of all grow."""
+    """Rows of a batch lack different numbers of tokens;
+    padding of one row must not make the buffers of all rows grow.
+    """
     grown: list[int] = []
     monkeypatch.setattr(PreallocatedCache, "_grow", lambda cache, needed: grown.append(needed))
     draft = CausalLM(tiny_llama.model if own else tiny_model("llama", seed=1), static=static)
@@ -89,7 +91,7 @@ def test_no_cache_grows_in_the_life_of_a_text(
 
 
 def test_padding_without_room_goes_to_a_position_that_is_nobodys(tiny_llama: CausalLM) -> None:
-    """A row at the end of the buffers next to one that appends a long block."""
+    """A row at the end of the buffers is next to a row that appends a long block."""
     for capacity in (9, 64):
         cache = tiny_llama.new_cache(capacity, 2)
         tiny_llama.prefill([[3, 1, 4, 1, 5, 9, 2], [6]], cache)
@@ -100,14 +102,14 @@ def test_padding_without_room_goes_to_a_position_that_is_nobodys(tiny_llama: Cau
             for text in ([3, 1, 4, 1, 5, 9, 2, 5], [6, 3, 5, 8, 9])
         ]
         torch.testing.assert_close(logits, torch.stack(alone), rtol=0, atol=1e-5)
-        again = tiny_llama.append([[7], [7]], cache).logits  # the first row's keys are as they were
+        again = tiny_llama.append([[7], [7]], cache).logits  # the keys of the first row are unchanged
         expected = tiny_llama.prefill([[3, 1, 4, 1, 5, 9, 2, 5, 7]], tiny_llama.new_cache(16)).logits[0]
         torch.testing.assert_close(again[0], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["mistral", "gpt2"])
 def test_long_blocks_of_a_ragged_batch_are_appended_in_pieces(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that are done wait with a token that leaves no trace, and keep the outputs of their own last token."""
+    """Finished rows run a dummy token that leaves no trace, and keep the outputs of their last token."""
     monkeypatch.setattr("decoding.model.dynamic._APPENDED_TOKENS", 12)
     model = CausalLM(tiny_model(family))
     texts = [[place % 16 for place in range(17)], [7, 9, 2], [(place * place) % 16 for place in range(9)]]

@@ -1,4 +1,6 @@
-"""Whatever the prompts, drafts, ends, batches and policies: greedy is plain greedy, and a seed is its text."""
+"""For any prompts, drafts, ends, batches and policies, greedy texts equal plain greedy ones, and a seed determines the
+text.
+"""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,7 +23,9 @@ _PACKAGE = str(Path(decoding.__file__).parent)
 
 @contextmanager
 def interrupt_at(line: int) -> Iterator[list[int]]:
-    """Ctrl-C before the n-th line of the package that runs in here. Gives the count of lines run so far."""
+    """Simulate Ctrl-C before the n-th line of the package that runs in this context; yield a function that counts the
+    lines.
+    """
     run = [0]
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -52,7 +56,9 @@ FIRST, SECOND, THIRD = [3, 1, 4, 1, 5, 9, 2, 6], [3, 1, 4, 1, 7, 7], [3, 1, 4, 1
 
 
 def check_interrupts(lines: Sequence[int]) -> int:
-    """Interrupt the second of three turns there; the third, which continues the first, must be right. Lines in all."""
+    """Interrupt the second of three turns at a line; check that the third, which continues the first, is right; return
+    the number of lines.
+    """
     for line in (*lines, -1):
         kept = causal_lm("llama").new_cache(4)
         conversation(kept, FIRST)
@@ -69,14 +75,14 @@ def check_interrupts(lines: Sequence[int]) -> int:
 
 
 def test_an_interrupt_at_any_line_leaves_the_cache_usable() -> None:
-    check_interrupts([])  # what is computed once, is computed here
+    check_interrupts([])  # values that are computed only once are computed here
     total = check_interrupts([])
     assert total > 500
     check_interrupts(range(7, total - 100, total // 15))
 
 
 def test_an_interrupt_at_any_line_of_the_very_first_call_leaves_the_cache_usable() -> None:
-    """Its buffers may be there in part."""
+    """Only some of its buffers may exist."""
     for line in range(1, 400, 23):
         kept = causal_lm("llama").new_cache(4)
         with pytest.raises(KeyboardInterrupt), interrupt_at(line):

@@ -1,4 +1,4 @@
-"""GGUF: what llama.cpp reads from a file is what was trained, and what it would misread is refused."""
+"""GGUF: llama.cpp reads from a file what was trained, and models that it would misread are rejected."""
 
 import json
 import re
@@ -60,7 +60,7 @@ SIZES = {"vocab": 264, "hidden_size": 32, "intermediate_size": 64, "max_position
 
 @pytest.fixture
 def draft(tmp_path: Path) -> Path:
-    """A random Llama in fp32, two heads on one key, with a tokenizer of 260 of its 264 tokens."""
+    """Write a random Llama in fp32, with two heads on one key and a tokenizer of 260 of its 264 tokens."""
     return written(tmp_path / "draft", "llama")
 
 
@@ -71,7 +71,7 @@ def written(folder: Path, family: str, dtype: torch.dtype = torch.float32, **cha
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """A file's tensors of floats, by llama.cpp's names."""
+    """Return the float tensors of a file by llama.cpp's names."""
     reader = GGUFReader(folder / "model.gguf")
     return {t.name: dequantize(t.data, t.tensor_type).reshape(t.shape[::-1]) for t in reader.tensors if t.name != "d2t"}
 
@@ -92,7 +92,7 @@ def test_a_file_has_the_stored_type_or_the_one_asked_for(
 ) -> None:
     summary = export(written(tmp_path / "draft", "llama", dtype), tmp_path / "out", "gguf", type=type)
     assert sorted(summary.files) == ["README.md", "model.gguf"]
-    assert key(summary.folder, "general.file_type") == stored  # llama.cpp's number of the type
+    assert key(summary.folder, "general.file_type") == stored  # llama.cpp's number for the type
     assert ("and so are the logits of a probe" in summary.compared[0]) == (type != "f16")
 
 
@@ -106,14 +106,14 @@ def test_llama_cpps_names_hold_the_trained_weights_and_its_order_of_q_and_k(draf
     assert np.array_equal(stored["token_embd.weight"], model.model.embed_tokens.weight.detach())
     assert np.array_equal(stored["output.weight"], model.lm_head.weight.detach())
     assert np.array_equal(stored["blk.1.ffn_down.weight"], layer.mlp.down_proj.weight.detach())
-    q = layer.self_attn.q_proj.weight.detach()  # two heads of 16 rows: row i is turned with row i + 8
+    q = layer.self_attn.q_proj.weight.detach()  # two heads of 16 rows: row i is rotated together with row i + 8
     order = [head * 16 + half * 8 + i for head in range(2) for i in range(8) for half in range(2)]
     assert np.array_equal(stored["blk.1.attn_q.weight"], q[order])
     assert np.array_equal(stored["blk.1.attn_v.weight"], layer.self_attn.v_proj.weight.detach())
 
 
 def test_q8_0_rounds_matrices_alone_and_tells_by_how_much(draft: Path, tmp_path: Path) -> None:
-    """Rows that it cannot cut into blocks of 32 are stored in f16."""
+    """Rows that cannot be divided into blocks of 32 are stored in f16."""
     summary = export(draft, tmp_path / "out", "gguf", type="q8_0")
     model, stored = AutoModelForCausalLM.from_pretrained(draft), tensors(tmp_path / "out")
     embeddings = model.model.embed_tokens.weight.detach()
@@ -149,7 +149,9 @@ def test_a_file_that_reads_back_differently_is_not_exported(
 
 
 def same_drafts(target: CausalLM, folder: Path, exported: Path, prompts: list[list[int]]) -> Acceptance:
-    """The acceptance of the trained draft, whose texts and steps are those of the exported file."""
+    """Return the acceptance of the trained draft, after checking that texts and steps equal those of the exported
+    file.
+    """
     ((trained, read),) = readers(ExportTask(folder, exported, "gguf"), target)
     before, after = (
         [
@@ -182,7 +184,7 @@ def test_a_trimmed_draft_is_filled_and_drafts_the_same_tokens(draft: Path, tmp_p
 
 
 def test_slowed_rotary_embeddings_have_their_divisors(tmp_path: Path) -> None:
-    """The other scalings are compared with real llama.cpp's logits."""
+    """Other scalings are compared with the logits of real llama.cpp."""
     export(written(tmp_path / "llama3", "llama", rope_parameters=LLAMA3_ROPE), tmp_path / "out", "gguf")
     divisors = tensors(tmp_path / "out")["rope_freqs.weight"]
     assert divisors[0] == 1 and divisors[-1] == 8 and sorted(divisors) == list(divisors)

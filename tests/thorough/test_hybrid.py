@@ -1,4 +1,6 @@
-"""Two drafters in one tree: what is grafted, what kind it is, that both sessions keep up, and that it is lossless."""
+"""Two drafters in one tree: what is grafted, the kind of the proposal, that both sessions follow the text, and
+losslessness.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -89,7 +91,7 @@ def test_the_graft_is_deterministic_only_if_both_are(first: Proposal, token: int
 
 
 class Wrong(ScriptedDrafter):
-    """Drafts token 15 and counts its drafts; ``kind`` sampled says that it was drawn from a q of that token alone."""
+    """Drafter of token 15 that counts its drafts; with the kind sampled, it claims a q with all mass on this token."""
 
     name = "wrong"
     rough_cost = 0.4
@@ -104,7 +106,7 @@ class Wrong(ScriptedDrafter):
 
 
 def follow_text(drafter: HybridDrafter, target: CausalLM, text: Sequence[int], begin: int) -> list[tuple[int, int]]:
-    """Propose along a text, one step of the accepted tokens and one more after the other: (place, nodes) of each."""
+    """Propose along a text, in steps of the accepted tokens and one more; return (place, nodes) of each proposal."""
     session, steps, place = opened(drafter, target), [], begin
     while place < len(text):
         (proposal,) = session.propose([request(text[:place])])
@@ -119,7 +121,7 @@ def test_a_first_drafter_that_adds_nothing_is_asked_less_and_less(tiny_llama: Ca
     steps = follow_text(HybridDrafter(wrong, PromptLookupDrafter(3)), tiny_llama, text, 1)
     assert len(follow_text(HybridDrafter(always, PromptLookupDrafter(3), 0), tiny_llama, text, 1)) == len(steps)
     assert always.drafts == len(steps) > 90
-    # A few steps each until no match, short ones and long ones have told, then one of seventeen.
+    # A few steps each until there are results for no match, short and long matches, and then one match of seventeen.
     assert wrong.drafts < 12 + len(steps) / 17
 
 
@@ -144,7 +146,9 @@ def test_a_looked_up_branch_beside_drawn_ones_is_lossless(models: str, shape: st
 
 
 def test_q_must_not_be_kept_where_the_lookup_happens_to_add_nothing() -> None:
-    """And dropped where it adds a node: draws whose q is dropped must be all draws of a context."""
+    """If q is dropped only when the lookup adds a node, it is wrong;
+    q may be dropped only for all draws of a context.
+    """
     p, q = model_pair("dense", 3, 2, 0)
     drawn = sampled_draft(SHAPES["chain of 2"], q, ProposalKind.SAMPLED)
 
@@ -157,7 +161,7 @@ def test_q_must_not_be_kept_where_the_lookup_happens_to_add_nothing() -> None:
 
 
 def test_grafted_children_must_not_be_verified_as_drawn_ones() -> None:
-    """Where p - q has mass on the grafted token and on another, the grafted one would be kept too often."""
+    """If p - q has mass on the grafted token and on another, the grafted token would be kept too often."""
     lossy = []
     for seed in range(12):
         p, q = model_pair("dense", 3, 2, seed)
@@ -179,7 +183,9 @@ DRAWN_SHAPES = {"chain": (ProposalKind.SAMPLED, (-1, 0, 1)), "tree": (WITHOUT, (
 
 
 class Drawing(ScriptedDrafter):
-    """Draws a tree from q after each text, by the choices of ``source``; ``hides`` some of the trees drawn."""
+    """Drafter that draws a tree from q after each text, by the choices of ``source``; it ``hides`` some of the drawn
+    trees.
+    """
 
     rough_cost = 0.7
     budgets = (Budget(1, 3), Budget(2, 4))
@@ -192,7 +198,7 @@ class Drawing(ScriptedDrafter):
         self._kind, parents = DRAWN_SHAPES[shape]
         self._shape = TreeShape(parents)
         self.depths: list[int] = []
-        """Depth of the tree drawn in each step; 0 where the hybrid did not ask for one."""
+        """Depth of the tree drawn in each step; 0 if the hybrid did not request one."""
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
         return frozenset({self._kind})
@@ -213,9 +219,9 @@ class Drawing(ScriptedDrafter):
 def distance_of_texts(
     target: CausalLM, models: str, shape: str, hides: Callable[[Proposal], bool] | None = None, length: int = 4
 ) -> tuple[float, set[tuple[int, ...]]]:
-    """Enumerate whole texts of ``length`` tokens of a vocabulary of three, by a hybrid that chooses at every step.
+    """Enumerate whole texts of ``length`` tokens over a vocabulary of three, by a hybrid that chooses at every step.
 
-    Returns the distance from p's own texts, and the depths of the trees drawn in the steps of each.
+    Returns the distance from the texts of p, and for each text the depths of the trees drawn in its steps.
     """
     p, q = model_pair(models, 3, length, 0)
     asked: set[tuple[int, ...]] = set()
@@ -247,7 +253,7 @@ def distance_of_texts(
 def test_a_hybrid_that_chooses_at_every_step_is_lossless(
     tiny_llama: CausalLM, models: str, shape: str, length: int
 ) -> None:
-    """A looked-up child equals a drawn one in many outcomes: three tokens are all there are."""
+    """With only three tokens, a looked-up child equals a drawn one in many outcomes."""
     distance, depths = distance_of_texts(tiny_llama, models, shape, length=length)
     assert distance < LOSSLESS
     assert shape == "tree" or any(0 in steps for steps in depths), "after drafts that added nothing none is asked for"

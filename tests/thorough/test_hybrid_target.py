@@ -1,4 +1,4 @@
-"""The commands as users run them on a hybrid target, and what they say of families that verify no draft."""
+"""The commands as users run them on a hybrid target, and their messages for families that cannot verify drafts."""
 
 import json
 import re

@@ -1,4 +1,5 @@
-"""Simulated evaluations: how often 95% intervals hold the true figure, and how often equal methods are told apart.
+"""Simulated evaluations: how often 95% intervals contain the true figure, and how often equal methods are called
+different.
 
 Bounds are 4.75 standard errors from the stated shares, so a sound interval fails one run in a million. Plain
 percentiles must fail them.
@@ -20,7 +21,9 @@ def normal(generator: torch.Generator, texts: int) -> Tensor:
 
 
 def covered(texts: int) -> float:
-    """Share of intervals that hold the true tokens per pass, of texts whose own are skewed: 1 + a lognormal number."""
+    """Return the share of intervals that contain the true tokens per pass, for texts with skewed figures: 1 + a
+    lognormal number.
+    """
     generator, held = torch.Generator().manual_seed(1), 0
     for _ in range(TRIALS):
         tokens = torch.randint(16, 97, (texts,), generator=generator).double()
@@ -31,7 +34,9 @@ def covered(texts: int) -> float:
 
 
 def told_apart(texts: int) -> float:
-    """Share of comparisons that call two methods really different, although only noise of 5% separates their runs."""
+    """Return the share of comparisons that call two methods really different, although their runs differ only by 5%
+    noise.
+    """
     generator, real = torch.Generator().manual_seed(1), 0
     for _ in range(TRIALS):
         tokens = torch.randint(16, 97, (texts,), generator=generator).double()
@@ -54,7 +59,7 @@ def test_intervals_called_95_percent_hold_93_percent_at_published_sizes(
 
 @pytest.mark.parametrize("mutant", [False, True])
 def test_about_one_in_twenty_equal_pairs_is_called_real(mutant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One in twenty from 27 prompts on, at most one in thirteen with eight or ten."""
+    """The share is one in twenty from 27 prompts on, and at most one in thirteen with eight or ten."""
     if mutant:
         monkeypatch.setattr(metrics, "expanded_quantile", lambda texts: metrics._Z95)
     few = (told_apart(8) + told_apart(10)) / 2

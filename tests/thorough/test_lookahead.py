@@ -1,4 +1,4 @@
-"""Lookahead decoding: its window and pool compared with a naive Jacobi iteration, and what it gains and waits for."""
+"""Lookahead decoding: the window and the pool equal a naive Jacobi iteration; what it gains, and how often it waits."""
 
 import random
 from collections.abc import Sequence
@@ -16,14 +16,16 @@ from decoding.rules.tree import Proposal, ProposalKind
 
 
 def target_logits(target: CausalLM, text: Sequence[int], proposal: Proposal) -> Tensor:
-    """The target's logits at every node, each path run by itself as a plain text."""
+    """Return the target's logits at every node; each path runs separately as a plain text."""
     tree = proposal.tree
     texts = [[*text, *(tree.token_list[at] for at in tree.shape.path(node))] for node in range(len(tree))]
     return torch.stack([full_forward(target.model, whole)[-1] for whole in texts])
 
 
 class NaiveLookahead:
-    """The window as a table, a plain forward for each of its columns, and a pool that is a list searched through."""
+    """A naive reference: the window is a table, each column takes a plain forward pass, and the pool is a searched
+    list.
+    """
 
     def __init__(self, target: CausalLM, prompt: Sequence[int], drafter: LookaheadDrafter) -> None:
         self._target, self._guesses, self._ngram = target, drafter.guesses, drafter.ngram
@@ -42,7 +44,7 @@ class NaiveLookahead:
         return {tuple(path[:end]) for path in (*guesses, *columns) for end in range(1, len(path) + 1)}
 
     def jacobi_step(self, text: Sequence[int]) -> None:
-        """Every column goes on by one token at once, and all are read from the window as it was."""
+        """Extend every column by one token; all columns read the window as it was before."""
         self._levels[0][0] = text[-1]
         said = [
             int(full_forward(self._target.model, [*text[:-1], *self._column(i)])[-1].argmax())
@@ -81,7 +83,9 @@ def test_window_and_pool_are_those_of_a_naive_jacobi_iteration_step_by_step(
 
 
 def test_ngrams_of_the_window_are_accepted_before_the_text_repeats_anything() -> None:
-    """A target that counts to 63: no n-gram of the text comes back, so all were guessed by the Jacobi iteration."""
+    """The target counts to 63, so no n-gram of the text repeats, and all accepted n-grams come from the Jacobi
+    iteration.
+    """
     engine = Engine(CausalLM(counting_model(64)), LookaheadDrafter(7, 4, 4))
     generation = engine.decode([7, 14, 21, 28, 35, 42, 0], DecodingConfig(50))
     assert list(generation.tokens) == list(range(1, 51))

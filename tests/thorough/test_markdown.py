@@ -1,4 +1,6 @@
-"""Names of others' making in a card and a report: shown as they are, and never Markdown, HTML or a secret."""
+"""Names chosen by other people in a card and a report: they are shown unchanged, and never act as Markdown or HTML or
+leak a secret.
+"""
 
 import unicodedata
 from dataclasses import replace
@@ -38,13 +40,13 @@ HOSTILE = [
     "a</summary></details>",
 ]
 FEW_HOSTILE = ["<script>alert(1)</script>", "a\n\n# heading", "![x](http://evil.example/x.png)", "$x^$ \\(y\\)"]
-"""They stand for all in `make check` where pages and pictures are made of them."""
+"""These represent all in `make check` in tests of pages and pictures."""
 READER = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
 HARMLESS = {"inline", "text", "softbreak", "code_inline", "text_special"}
 
 
 def tokens(markdown: str) -> list[Token]:
-    """All of a text's tokens, those inside paragraphs too."""
+    """Return all tokens of a text, including those inside paragraphs."""
     found = READER.parse(markdown)
     return [token for block in found for token in (block, *(block.children or []))]
 
@@ -93,7 +95,9 @@ def test_a_reports_table_has_the_same_parts_whatever_the_names_are(hostile: str)
 
 
 class Elements(HTMLParser):
-    """The elements of a page with the names of their attributes, and the values of those that could do something."""
+    """The elements of a page with the names of their attributes, and the values of attributes that could have an
+    effect.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +115,9 @@ def elements(page: Path) -> list[tuple[str, ...]]:
 
 
 def test_the_page_has_the_same_elements_whatever_its_texts_are(tmp_path: Path) -> None:
-    """Texts of others' making: names of methods, settings, tasks and rules, prompts, answers, what was asked."""
+    """Texts by other people: names of methods, settings, tasks and rules, prompts, answers, and the description of
+    questions.
+    """
     report = full_report(grid=[row for row in full_report()["grid"] if row["batch_size"] == 4])
     hostile = " ".join([*HOSTILE, "\"'><b onclick=alert(1)>", "</mark></style><script>", "{{ 7 * 7 }}"])
     write_html(report_from_json(renamed(report, "harmless")), tmp_path / "harmless.html")

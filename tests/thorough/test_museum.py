@@ -1,6 +1,6 @@
-"""The museum of real bugs: each is planted into a sound draft, and `headstart diagnose` names it first.
+"""The museum of real bugs: each bug is planted into a correct draft, and `headstart diagnose` names it first.
 
-Sound drafts of every layout are not accused. docs/how-to/verify.md names the public threads.
+For correct drafts of every layout it reports nothing. docs/how-to/verify.md names the public threads.
 """
 
 import copy
@@ -59,7 +59,7 @@ KINDS = {"heads": "heads", "eagle3": "eagle3", "post-norm eagle3": "eagle3"}
 
 
 class Museum:
-    """A target, and sound drafts that learnt its greedy texts, in folders of their names."""
+    """A target, and correct drafts that learned its greedy texts, in folders with their names."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.tokenizer = folder, byte_tokenizer(TEMPLATE)
@@ -99,7 +99,10 @@ class Museum:
         return ids
 
     def block_draft(self, causal: bool | None = None, **changes: Any) -> nn.Module:
-        """Train a DSpark or DFlash draft of three tokens; ``causal`` if given: one that errs if read the other way."""
+        """Train a DSpark or DFlash draft of three tokens.
+
+        If ``causal`` is set, the draft is wrong when it is read with the opposite causality.
+        """
         rows = zip(self.texts, self.lengths, strict=True)
         examples = [Example(text, [place >= length for place in range(len(text))], length) for text, length in rows]
         settings = {"layers": 1, "block_size": 3, "markov_rank": 16, "anchors": 8, "mask_token": "~", "taps": [1, 3, 5]}
@@ -123,7 +126,7 @@ class Museum:
         return objective.decoding_copy()
 
     def eagle3(self, post_norm: bool) -> nn.Module:
-        """Train an EAGLE-3 draft that writes the tokens of the texts, from states after the final norm if told so."""
+        """Train an EAGLE-3 draft that writes the tokens of the texts, optionally from states after the final norm."""
         writes = sorted({token for text in self.texts for token in text})
         draft = tiny_eagle3(self.target, writes, 0.1, target_layer_ids=(1, 3, 4), rope_parameters=STRETCHED, **FLAGS)
         online, decoder = OnlineTarget(self.target), self.target.model.get_decoder()
@@ -145,7 +148,7 @@ class Museum:
         fit(draft.requires_grad_(True).parameters(), loss, 150)
         if post_norm:
             hook.remove()
-        with torch.no_grad():  # the same function, which needs the norm's weights more
+        with torch.no_grad():  # the same function, but more dependent on the norm's weights
             norm.weight[::2] *= 8
             draft.fc.weight[:, ::2] /= 8
         return draft.requires_grad_(False).eval()
@@ -178,7 +181,9 @@ def fit(parameters: Iterable[nn.Parameter], loss: Callable[[], Tensor], steps: i
 
 
 def contrasted(losses: list[Tensor]) -> Tensor:
-    """The loss of the last reading. Wrong ones before it shall not fit; so small a draft would not care otherwise."""
+    """Return the loss of the last reading, plus a penalty if earlier, wrong readings fit; otherwise so small a draft
+    would not distinguish them.
+    """
     wrong, right = losses[0], losses[-1]
     return right if len(losses) == 1 else right - 0.5 * torch.minimum(wrong, 2 * right.detach())
 
@@ -195,9 +200,8 @@ def museum(tmp_path_factory: pytest.TempPathFactory) -> Museum:
 
 
 def diagnosed(museum: Museum, of: str, **changes: Any) -> tuple[str, str]:
-    """Run the command, with a server if there is a ``drafter`` or a ``render``; return the first difference and all.
-
-    A folder that cannot be read is refused before anything is compared, and that sentence is the first difference.
+    """Run the command, with a server if there is a ``drafter`` or a ``render``; return the first difference and all
+    differences. If a folder cannot be read, the error counts as the first difference.
     """
     printed, server = io.StringIO(), None
     if changes.keys() & {"drafter", "render", "serving"}:
@@ -282,22 +286,22 @@ def copied(option: str, changes: Iterable[Change]) -> Plant:
 
 
 def served(*changes: Change, **config: Any) -> Plant:
-    """The server reads a changed copy of the folder."""
+    """Plant: the server reads a changed copy of the folder."""
     return copied("exported", (*changes, with_config(**config)))
 
 
 def written(*changes: Change, **config: Any) -> Plant:
-    """There is no other folder than a changed one."""
+    """Plant: there is only a changed folder."""
     return copied("speculator", (*changes, with_config(**config)))
 
 
 def read(change: Callable[[Any], Any]) -> Plant:
-    """The server reads the right folder in another way."""
+    """Plant: the server reads the right folder in another way."""
     return lambda museum, of, folder: {"drafter": museum.drafter(of, change(copy.deepcopy(museum.drafts[of])))}
 
 
 def configured(**changes: Any) -> Plant:
-    """The server reads another config."""
+    """Plant: the server reads another config."""
 
     def change(draft: Any) -> Any:
         other = type(draft)(replace(draft.config, **changes))
@@ -353,7 +357,7 @@ class PostNormDrafter(DSparkDrafter):
 
 
 def overflowing(draft: Any) -> Any:
-    """The same function, with states that fp16 cannot hold: norms take the factor out again."""
+    """Return a draft with the same function but with states that exceed fp16; norms remove the factor again."""
     for part in (draft.fc, draft.midlayer.self_attn.o_proj, draft.midlayer.mlp.down_proj):
         part.weight.mul_(3e4)
     return draft
@@ -368,7 +372,7 @@ def other_target(quantised: bool) -> Plant:
 
 
 def changed_target(museum: Museum, quantised: bool) -> CausalLM:
-    """Another target of the same sizes, or the same one with weights of 4 bits."""
+    """Return another target of the same sizes, or the same target with weights of 4 bits."""
     model = museum.model(0 if quantised else 1)
     if quantised:
         with torch.no_grad():
@@ -438,7 +442,7 @@ MUTANTS: dict[str, tuple[str, Plant, str]] = {
     ),
     "norm_before_fc that was trained": ("eagle3", served(norm_before_fc=False), "fc False, but was trained"),
     "a bias in a DFlash draft": ("dspark", served(architectures=["DFlashDraftModel"]), "markov_rank is 16 in a DFlash"),
-    # the folder itself says something else than it was trained with
+    # the config in the folder differs from training
     "taps one lower": ("dspark", written(target_layer_ids=[0, 2, 4]), "% with taps one layer higher"),
     "taps one higher": ("dspark", written(target_layer_ids=[2, 4, 6]), "% with taps one layer lower"),
     "EAGLE-3's taps one lower": ("eagle3", written(**{TAPS: [1, 3, 4]}), "% with taps one layer higher"),
@@ -510,7 +514,7 @@ MUTANTS: dict[str, tuple[str, Plant, str]] = {
         "the target's best is",
     ),
 }
-"""Name -> the draft, how the fault is planted, and a pattern of the first difference that is named."""
+"""Maps names to the draft, the way the fault is planted, and a pattern of the first difference that must be named."""
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -521,7 +525,7 @@ def test_a_mutant_is_named_first(museum: Museum, tmp_path: Path, name: str) -> N
 
 
 def test_states_beyond_fp16_in_the_server_are_named(museum: Museum, tmp_path: Path) -> None:
-    """The same draft, with larger states: its norms take the factor out again."""
+    """The draft is the same with larger states; its norms remove the factor again."""
     draft = overflowing(copy.deepcopy(museum.drafts["eagle3"]))
     draft.save_pretrained(tmp_path)
     changes = {"speculator": f"eagle3:{tmp_path}", "drafter": Eagle3Drafter(copy.deepcopy(draft).half(), 3)}
@@ -532,7 +536,7 @@ def test_states_beyond_fp16_in_the_server_are_named(museum: Museum, tmp_path: Pa
 
 
 def test_another_target_is_named_by_its_texts(museum: Museum, tmp_path: Path) -> None:
-    """If no provenance tells."""
+    """This works even without a provenance."""
     folder = shutil.copytree(museum.folder / "dspark", tmp_path / "unnamed")
     (folder / "provenance.json").unlink()
     changes = other_target(quantised=False)(museum, "dspark", tmp_path / "other")

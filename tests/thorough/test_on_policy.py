@@ -1,4 +1,4 @@
-"""Policies: which rows a step has, by which draft they are written, and that a run which goes on trains the same."""
+"""Policies: the rows of a step, the draft that writes them, and that a resumed run trains on the same rows."""
 
 import random
 from collections import Counter
@@ -39,7 +39,7 @@ def written_in(folder: Path, done: int = 0) -> list[GeneratedText]:
 
 
 def batches(source: BatchSource, steps: Sequence[int], positions: Sequence[int] = ALL) -> list[list[IndexedExample]]:
-    """What the loop gets of a source."""
+    """Return the batches that the loop receives from a source."""
     found = []
     for step in steps:
         if source.writes_at(step):
@@ -77,7 +77,9 @@ def test_a_step_has_as_many_rows_of_a_kind_as_its_share_says_give_or_take_one(tm
 
 
 def test_every_kind_of_row_is_what_it_is_called(tmp_path: Path) -> None:
-    """Greedily: the data's own row; the target's answer; the target's again, learnt where it corrected."""
+    """Greedily, the rows are: the row of the data; the target's answer; and the same answer, trained only at corrected
+    tokens.
+    """
     source = source_of(tmp_path, policy_of(**MIXED, temperature=0))
     (rows,) = batches(source, [0])
     kinds = source._kinds(0)
@@ -101,7 +103,7 @@ def test_texts_are_written_for_several_steps_by_the_draft_as_it_is_at_the_first(
     asked: list[int] = []
 
     def draft_now() -> CausalLM:
-        """The target itself, of which nothing is refused, and then another."""
+        """Return the target itself as the draft, of which nothing is rejected, and later another model."""
         asked.append(len(asked))
         return target() if len(asked) == 1 else draft()
 
@@ -119,7 +121,9 @@ def test_texts_are_written_for_several_steps_by_the_draft_as_it_is_at_the_first(
 
 
 class Distilling:
-    """A tiny draft that learns from a tiny target by a policy, four rows a step; each run has separate objects."""
+    """A tiny draft that learns from a tiny target by a policy with four rows per step;
+    each run has separate objects.
+    """
 
     def __init__(self, folder: Path, **policy: Any) -> None:
         self._folder, self._policy = folder, policy_of(**{**MIXED, "max_new_tokens": 8, **policy})
@@ -133,7 +137,7 @@ class Distilling:
         )
 
     def train(self, **training: Any) -> list[Tensor]:
-        """To the end, or to where the recorder stops it; returns the weights."""
+        """Train to the end, or until the recorder stops the run; return the weights."""
         self.objective = self._fresh()
         writer = self.objective.decoding_copy
         settings = {"steps": 7, "batch_size": 4, "micro_batch_size": 4, **training}
@@ -162,7 +166,7 @@ def same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Tensor], dict[int, float]]:
-    """Weights and losses of a run that nothing stopped."""
+    """Return the weights and losses of a run without a stop."""
     run = Distilling(tmp_path_factory.mktemp("whole"), every=3)
     return run.train(), run.recorder.losses
 
@@ -171,7 +175,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Tensor], dict[
 def test_a_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(
     tmp_path: Path, whole: tuple[list[Tensor], dict[int, float]], stop_at: int
 ) -> None:
-    """Texts for three steps at a time: within a window they are read, at its beginning they are written again."""
+    """Texts are written for three steps at a time: inside a window they are read, and at its beginning they are written
+    again.
+    """
     (weights, losses), stopped = whole, Distilling(tmp_path, every=3)
     stopped.recorder.actions[stop_at] = interrupt
     with pytest.raises(Interrupted):
@@ -188,7 +194,7 @@ def test_a_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(
 
 @cache
 def plain(place: int) -> tuple[int, ...]:
-    """The target's own twelve tokens after a prompt, greedily."""
+    """Return the target's twelve greedy tokens after a prompt."""
     return naive_greedy(target().model, PROMPTS[place], 12)
 
 
@@ -205,7 +211,7 @@ def test_at_temperature_0_target_and_loop_write_what_the_target_writes_greedily(
 
 
 def test_what_is_rejected_is_where_the_target_corrected_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chains of three: right, wrong, right · wrong at once · all right · of two, the second wrong · nothing.
+    """The chains are: right, wrong, right · wrong at once · all right · two tokens, the second wrong · nothing.
 
     The target writes t0 first. Then t1 is accepted and t2 corrected; t3 corrected; t4 t5 t6 accepted and t7 is a
     bonus; t8 is accepted and t9 corrected; t10 and t11 come without a draft.
@@ -229,7 +235,7 @@ def test_what_is_rejected_is_where_the_target_corrected_the_draft(monkeypatch: p
 
 @pytest.mark.parametrize("kind", ["target", "loop"])
 def test_what_a_text_says_does_not_depend_on_those_beside_it(kind: AnswerSource) -> None:
-    """At temperature 1, alone and among others, in an order or the other, in batches of any size."""
+    """This is true at temperature 1, alone and with other texts, in either order, in batches of any size."""
     orders = orders_of(kind)
     together = writer_of(policy_of(loop=1)).write(orders, draft())
     assert writer_of(policy_of(loop=1, batch_size=3)).write(orders[::-1], draft()) == together
@@ -258,7 +264,7 @@ COUNTING = Example(tuple(i % 16 for i in range(20)), (True,) * 20, 0)
 
 
 def disturb(objective: MedusaObjective, seed: int = 0) -> None:
-    """Add noise to everything that is trained."""
+    """Add noise to all trained parameters."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in objective.module.parameters():
@@ -266,7 +272,7 @@ def disturb(objective: MedusaObjective, seed: int = 0) -> None:
 
 
 def disturbed(section: HeadsSection, dtype: torch.dtype = torch.float32, seed: int = 0) -> MedusaObjective:
-    """The objective of such heads on a tiny Llama, the same target for every call."""
+    """Return the objective of such heads on a tiny Llama, which is the same for every call."""
     objective = medusa_on(CausalLM(tiny_model("llama").to(dtype)), section)
     objective.module.to(dtype)
     disturb(objective, seed)
@@ -274,7 +280,7 @@ def disturbed(section: HeadsSection, dtype: torch.dtype = torch.float32, seed: i
 
 
 class HeadLogits(NamedTuple):
-    """One head's logits at its labels, the target's own there, and the labels."""
+    """The logits of one head at its labels, the target's logits for the same tokens, and the labels."""
 
     logits: Tensor
     target: Tensor
@@ -282,7 +288,7 @@ class HeadLogits(NamedTuple):
 
 
 def all_logits(objective: MedusaObjective, batch: Batch) -> list[HeadLogits]:
-    """Of every head on a batch of one row in which every token is trained."""
+    """Return the logits of every head on a batch of one row in which every token is trained."""
     (inputs,) = objective.inputs(batch, step=0)
     heads, tokens, found = objective.module.heads, batch.tokens[0], []
     assert len(batch.tokens) == 1 and bool(batch.trained.all())
@@ -297,7 +303,7 @@ def all_logits(objective: MedusaObjective, batch: Batch) -> list[HeadLogits]:
 
 
 def assert_same_gradients(objective: MedusaObjective, batch: Batch, expected: Tensor) -> None:
-    """Those of a weighted sum of the losses with respect to everything that is trained."""
+    """Compare the gradients of a weighted sum of the losses with respect to all trained parameters."""
     trained = list(objective.module.parameters())
     weights = torch.linspace(0.5, 2, len(expected), dtype=expected.dtype)
     losses, _, total = objective.module(*objective.inputs(batch, step=0), weights)
@@ -323,7 +329,7 @@ def test_losses_and_gradients_are_those_of_all_logits_at_once(rank: int, shared:
 
 
 def blind_model() -> Any:
-    """A model whose embeddings are all alike."""
+    """Make a model whose embeddings are all equal."""
     model = tiny_model("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight.copy_(model.get_input_embeddings().weight[:1].expand(16, -1).clone())
@@ -332,7 +338,7 @@ def blind_model() -> Any:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_training_learns_from_the_token_before_what_no_state_tells(tmp_path: Path, optimizer: str) -> None:
-    """The target's states are those of one token throughout: heads alone can only guess, the bias can count."""
+    """The target's states are the same for all tokens, so heads alone can only guess, but the bias can count."""
     found = []
     for rank in (0, 8):
         objective = medusa_on(CausalLM(blind_model()), HeadsSection(num_heads=2, markov_rank=rank))

@@ -1,4 +1,4 @@
-"""`headstart plan` on tiny models, and all that reads its file: generate, evaluate, the measured policy, exports."""
+"""`headstart plan` on tiny models, and everything that reads its file: generate, evaluate, policies, exports."""
 
 # ruff: noqa: F811  # a fixture of another module is a parameter here
 import io
@@ -38,7 +38,7 @@ QUICK = ("--max-new-tokens", "8", "--limit", "2", "--dtype", "fp32")
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_plans() -> Iterator[None]:
-    """Plans measure for moments, and try small trees."""
+    """Make plans measure for only a moment, and try small trees."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("trainer.commands.plan.PlanConfig", partial(PlanConfig, seconds=0.05, most_nodes=6))
         yield
@@ -46,7 +46,7 @@ def quick_plans() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def plan_path(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plan with heads, a draft and a lookup at two batch sizes."""
+    """Write a plan with heads, a draft and a lookup at two batch sizes."""
     folder = tmp_path_factory.mktemp("plan")
     rows = [{"prompt": text} for text in ("def f(x):", "import os", "for i in", "a = b + c")]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -76,7 +76,7 @@ def test_a_plan_has_a_choice_of_every_drafter_in_every_cell(plan_path: Path) -> 
         assert [choice["drafter"].split(":")[0] for choice in cell["choices"]] == ["heads", "draft", "lookup"]
         for choice in cell["choices"]:
             form = choice["best"]
-            parse_drafter(form["spec"])  # what generate and evaluate are given
+            parse_drafter(form["spec"])  # the drafters that generate and evaluate receive
             assert form["speedup"] == pytest.approx(form["tokens_per_pass"] / form["cost"])
             assert form["cost"] == pytest.approx(sum(form["seconds"].values()) / choice["plain_seconds"])
             assert form["speedup"] >= choice["best_chain"]["speedup"] - 1e-12
@@ -88,7 +88,7 @@ def test_a_plan_has_a_choice_of_every_drafter_in_every_cell(plan_path: Path) -> 
 
 
 def chosen(path: Path, models: Path, *batch_sizes: int, temperatures: tuple[float, ...] = ()) -> tuple[list[str], str]:
-    """The drafters that the plan chooses, and what is printed."""
+    """Return the drafters that the plan chooses, and what is printed."""
     options, notes = GenerateOptions(target=str(models / "target"), prompt="", dtype="fp32"), io.StringIO()
     console = Console(file=notes, width=1000)
     found = asked_or_planned((), path, options, temperatures, batch_sizes or (1,), console)
@@ -96,7 +96,7 @@ def chosen(path: Path, models: Path, *batch_sizes: int, temperatures: tuple[floa
 
 
 def planned_as(plan_path: Path, folder: Path, form: str, speedup: float) -> Path:
-    """The plan, with this form and speed-up as the best of the first drafter in every cell."""
+    """Return the plan, with this form and speed-up as the best choice of the first drafter in every cell."""
     plan = content_of(plan_path)
     for cell in plan["cells"]:
         for place, choice in enumerate(cell["choices"]):
@@ -269,7 +269,7 @@ FAST = PlanConfig(batch_sizes=(1, 2), max_new_tokens=16, most_nodes=8, seconds=0
 
 @pytest.fixture
 def load(tiny_llama: CausalLM, tiny_draft: CausalLM) -> Callable[[DrafterSpec], Drafter]:
-    """Drafters by the name of their weights; the draft "same" is the target itself."""
+    """Load drafters by the name of their weights; the draft "same" is the target itself."""
     weights: dict[str, LoadedWeights] = {
         "heads": MedusaHeads.for_target(tiny_llama.model, MedusaConfig(16, 16, num_heads=3, tree=((0,),))),
         "same": CausalLM(tiny_model("llama")),
@@ -297,7 +297,7 @@ def test_the_counted_children_of_a_tree_are_those_that_the_loop_accepted(
 def test_a_draft_equal_to_the_target_is_accepted_whole_at_every_depth(
     tiny_llama: CausalLM, load: Callable[[DrafterSpec], Drafter], temperature: float
 ) -> None:
-    config = replace(FAST, temperature=temperature, max_new_tokens=31)  # the prefill's token, and ten passes of three
+    config = replace(FAST, temperature=temperature, max_new_tokens=31)  # the prefill and ten passes of three tokens
     planner = Planner(tiny_llama, load, [DrafterSpec("draft", "same", {"tokens": 2})], PROMPTS, config)
     measured = planner.measure(planner.families[0])
     assert [candidate.tokens_per_pass for candidate in measured.chains] == [2.0, 3.0]
@@ -319,7 +319,7 @@ def test_families_are_as_free_as_their_spec_leaves_them(load: Callable[[DrafterS
 
     assert kind("heads", "heads") == ("tree", 3)
     assert kind("heads", "heads", tree=((0,), (1,))) == ("fixed", 1)
-    assert kind("dspark", "dspark") == ("tree", 4)  # all its tokens, where a typical tree is 3 deep
+    assert kind("dspark", "dspark") == ("tree", 4)  # all its tokens, although a typical tree is 3 deep
     assert kind("dspark", "dspark", tokens=2) == ("chain", 2)
     assert kind("draft", "other") == ("chain", 5)
     assert kind("draft", "other", tokens=3) == ("chain", 3)
@@ -341,7 +341,7 @@ def test_a_plan_of_every_family_expects_of_its_choice_what_the_loop_decodes(
         DrafterSpec("hybrid", "heads", {"of": "heads"}),
         DrafterSpec("draft-tree", "other", {"depth": 2, "nodes": 6}),
     ]
-    specs = specs if temperature == 0 else specs[:2]  # those that draw trees
+    specs = specs if temperature == 0 else specs[:2]  # the drafters that draw trees
     config = replace(FAST, temperature=temperature, batch_sizes=(2,))
     planner = Planner(tiny_llama, load, specs, PROMPTS, config)
     plan = planner.run()

@@ -1,4 +1,4 @@
-"""Proofs of engines: what is compared with the target, what is a fault, and which test catches it."""
+"""Tests of engines by `verify`: what is compared with the target, what counts as a fault, and which test finds it."""
 
 import copy
 from collections.abc import Sequence
@@ -204,7 +204,7 @@ def test_each_text_has_a_seed_of_its_own_and_the_same_in_every_run() -> None:
 
 
 def test_no_draw_reaches_further_than_the_texts_before_it() -> None:
-    """Else a prompt that just fits the target's context would fit no longer, an hour into the proof."""
+    """Otherwise a prompt that just fits the target's context would not fit any more, after an hour of tests."""
     right = faults()["none: plain decoding"].writer
     reached = []
 

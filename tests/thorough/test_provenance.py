@@ -1,4 +1,4 @@
-"""What is written next to the weights: enough to know where they come from, and nothing secret."""
+"""The provenance next to the weights says where they come from, and contains nothing secret."""
 
 import hashlib
 import io
@@ -38,7 +38,7 @@ MARKER = "s3cret-m4rker-that-must-not-leak"
 
 @pytest.fixture
 def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with a target and a corpus; accelerate is told to use the CPU and forgets its state."""
+    """Make a folder with a target and a corpus; accelerate uses the CPU and forgets its state."""
     write_target(tmp_path / "target", seed=3)
     write_corpus(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -49,7 +49,7 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 
 def run(folder: Path, kind: str, **changes: Any) -> tuple[Path, str]:
-    """Train a tiny recipe in this process; returns its final folder and what it said."""
+    """Train a tiny recipe in this process; return its final folder and what it printed."""
     said = io.StringIO()
     recipe = parse_recipe({**recipe_content(folder, kind), **changes})
     return run_recipe(recipe, Console(file=said, width=200)), said.getvalue()
@@ -85,7 +85,7 @@ def test_a_finished_run_says_what_it_was_made_from(run_folder: Path) -> None:
     target = run_folder / "target"
     assert written["target"] == {"name": str(target), "fingerprint": stored_fingerprint(target)}
     assert written["num_processes"] == 1
-    # 4 steps of 8 texts of 20 tokens, of which all but the first are trained.
+    # 4 steps of 8 texts of 20 tokens, of which all except the first are trained.
     assert (written["steps"], written["tokens"]) == (4, 4 * 8 * 19)
 
 
@@ -103,7 +103,7 @@ def test_no_secret_of_the_environment_is_written_anywhere(
 
 
 def test_a_draft_is_known_by_the_weights_it_starts_from_wherever_they_lie(run_folder: Path) -> None:
-    """The same draft in two folders is one run, another draft is not."""
+    """With the same draft in two folders the run is the same; with another draft it is another run."""
 
     def origin(name: str) -> dict[str, Any]:
         draft = {"init": {"from_model": str(run_folder / name)}}
@@ -115,7 +115,7 @@ def test_a_draft_is_known_by_the_weights_it_starts_from_wherever_they_lie(run_fo
 
 
 def test_models_of_the_hub_are_recorded_by_their_commits_and_read_so_again(run_folder: Path, hub: FakeHub) -> None:
-    """Though the branch that the recipe names moves on while the run is exported."""
+    """This is true even if the branch in the recipe moves while the run is exported."""
     commit = folder_on(hub, "zoe/target", run_folder / "target", branch="v1")
     heads, _ = run(run_folder, "medusa", output="first", target="zoe/target@v1")
     earlier = folder_on(hub, "zoe/heads", heads)
@@ -143,7 +143,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a run of four steps, with checkpoints of the steps 2 and 4."""
+    """Return the folder of a run of four steps, with checkpoints of steps 2 and 4."""
     runs: dict[str, Path] = {}
 
     def run(name: str) -> Path:
@@ -220,7 +220,7 @@ def test_checkpoints_that_cannot_be_trusted_are_refused(ran: Callable[[str], Pat
 
 @pytest.fixture
 def workshop(tmp_path: Path) -> Iterator[Path]:
-    """A target that counts, its tokenizer and texts."""
+    """Write a target that counts, its tokenizer and texts."""
     counting_model().save_pretrained(tmp_path / "target")
     tiny_tokenizer().save_pretrained(tmp_path / "target")
     write_corpus(tmp_path)
@@ -229,7 +229,7 @@ def workshop(tmp_path: Path) -> Iterator[Path]:
 
 
 def train(folder: Path, dtype: str = "fp32", keep: str = "last", tracking: str = "none", **training: Any) -> str:
-    """Train heads in the workshop with a checkpoint every 2 steps of 6; returns what was said."""
+    """Train heads in the workshop for 6 steps, with a checkpoint every 2 steps; return what was printed."""
     content = recipe_content(folder, "medusa", **{"steps": 6, **training})
     content |= {"checkpoint": {"every": 2, "keep": 2}, "dtype": dtype, "tracking": tracking, "heads": {"num_heads": 2}}
     content["evaluation"] |= {"every": 2, "keep": keep}
@@ -240,7 +240,7 @@ def train(folder: Path, dtype: str = "fp32", keep: str = "last", tracking: str =
 
 
 def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process ends when it is about to do the step after this one, as a kill would have it."""
+    """End the process before the step after this one, like a kill."""
     whole = loop._step
 
     def stopped(*args: Any) -> Any:
@@ -259,7 +259,7 @@ def killed_after(step: int, folder: Path, **training: Any) -> None:
 
 
 def rows(file: Path) -> list[tuple[int, str]]:
-    """The step of every line, and whether it is of a step or of an evaluation."""
+    """Return, for every line, its step and whether it is of a step or of an evaluation."""
     content = [json.loads(line) for line in file.read_text().splitlines()]
     return [(row["step"], "loss" if "loss" in row else "heldout") for row in content]
 
@@ -268,7 +268,7 @@ def test_each_step_stands_once_in_the_metrics_and_what_was_repeated_beside_them(
     killed_after(5, workshop)
     run = workshop / "run"
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "lo')  # the kill fell into a line
+        file.write('{"step": 6, "lo')  # the kill came in the middle of a line
     train(workshop)
     expected = [(1, "loss"), (2, "loss"), (2, "heldout"), (3, "loss"), (4, "loss"), (4, "heldout"), (5, "loss")]
     assert rows(run / "metrics.jsonl") == [*expected, (6, "loss"), (6, "heldout")]
@@ -294,7 +294,7 @@ def test_another_learning_rate_is_announced_and_kept_with_its_steps(workshop: Pa
 def test_weights_too_large_for_the_dtype_they_are_written_in_are_not_finished(
     workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are finite in fp32, in which they are trained, and infinite in fp16."""
+    """The weights are finite in fp32, in which they are trained, but infinite in fp16."""
     whole = loop._step
 
     def large(*args: Any) -> Any:

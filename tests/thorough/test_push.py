@@ -1,4 +1,4 @@
-"""The upload of an exported folder to a server on this machine that speaks the Hub's protocol; nothing local leaves."""
+"""Upload of an exported folder to a server on this machine that speaks the Hub's protocol; nothing private is sent."""
 
 import json
 import os
@@ -25,7 +25,7 @@ COMMIT = f"/api/models/{REPOSITORY}/commit/main"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An exported folder, with a real card."""
+    """Make an exported folder with a real card."""
     exported = tmp_path / "exported"
     exported.mkdir()
     (exported / "model.safetensors").write_bytes(WEIGHTS)
@@ -47,7 +47,9 @@ def check_token_is_in_headers_only(hub: FakeHub) -> None:
 def test_a_push_delivers_every_byte_to_a_private_repository_and_keeps_the_token_quiet(
     hub: FakeHub, folder: Path
 ) -> None:
-    """In a separate process, with every logger at its most talkative, so that all it prints can be searched."""
+    """The push runs in a separate process with all loggers at the lowest level, so that everything printed can be
+    searched.
+    """
     program = (
         "import logging, sys; logging.basicConfig(level=1)\n"
         "from trainer.export.upload import push\n"
@@ -81,7 +83,7 @@ def test_a_repository_is_public_only_if_asked_and_nothing_is_published_by_accide
 
 def test_a_push_replaces_files_keeps_others_and_sends_no_weights_twice(hub: FakeHub, folder: Path) -> None:
     hub.visibility, hub.files = "private", {"config.json": b"old", "LICENSE": b"kept"}
-    hub.failures["/api/repos/create"] = (403, "no right to create")  # which is not needed
+    hub.failures["/api/repos/create"] = (403, "no right to create")  # this package is not needed
     hub.failures[COMMIT] = (507, "the disk is full")
     with pytest.raises(ValueError, match=r"answered 507 .*the disk is full.*: push again"):
         push(folder, REPOSITORY)
@@ -116,7 +118,7 @@ def test_a_branch_is_made_and_a_pull_request_leaves_main(hub: FakeHub, folder: P
 def test_whatever_the_hub_refuses_is_one_sentence_without_the_token(
     hub: FakeHub, folder: Path, path: str, status: int, remedy: str
 ) -> None:
-    """Also when the server's own message repeats the token."""
+    """This is true even if the message of the server repeats the token."""
     hub.failures[path] = (status, f"refused for Bearer {TOKEN}\nsee the manual")
     with pytest.raises(ValueError, match=f"{REPOSITORY} answered {status} .*{remedy}") as raised:
         push(folder, REPOSITORY)

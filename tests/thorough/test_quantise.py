@@ -1,4 +1,4 @@
-"""int8 weights change the drafted tokens, never the target's output."""
+"""int8 weights change the drafted tokens but never the target's output."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""The embedded target: a GGUF file in an installed package, under one name everywhere."""
+"""The embedded target: a GGUF file in an installed package, which has the same name everywhere."""
 
 import json
 import shlex
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def install_embedded(folder: Path) -> Path:
-    """Write a package with a tiny model into ``folder``, which must come before other packages; return its file."""
+    """Write a package with a tiny model into ``folder``, which must come first in the path; return the model's file."""
     folder.mkdir()
     tokenizer = byte_level()
     tokenizer.chat_template = CHAT

@@ -1,4 +1,4 @@
-"""A stale draft and a target that was tuned since go in, a draft that fits comes out; nothing is spent in vain."""
+"""From a stale draft and a tuned target, realigning makes a draft that fits, without repeating finished work."""
 
 import importlib.util
 import io
@@ -42,7 +42,7 @@ from trainer.run.train import run_recipe
 NOBODY = Console(file=io.StringIO())
 """Listens."""
 STALE = "lr=1e-3 of yesterday"
-"""The draft's folder: a path with characters at which the text of a drafter is split."""
+"""The draft's folder, a path with characters at which specs of drafters are split."""
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:
@@ -51,7 +51,7 @@ def save(model: PreTrainedModel, folder: Path) -> None:
 
 
 def tuned() -> PreTrainedModel:
-    """A model that counts in twos, where the one the draft was made for counted in ones."""
+    """Make a model that counts in twos; the draft was made for a model that counts in ones."""
     model = counting_model()
     with torch.no_grad():
         lm_head: Any = model.get_output_embeddings()
@@ -60,12 +60,12 @@ def tuned() -> PreTrainedModel:
 
 
 def prompt(index: int) -> str:
-    """Two or three letters of which the last is an even token, so that counting on in twos never comes to an end."""
+    """Return two or three letters of which the last is an even token, so that counting in twos never ends."""
     return counting_text(index, 3 - index % 2)
 
 
 def write_workshop(folder: Path) -> Path:
-    """A tuned target, a stale draft, and 40 prompts."""
+    """Write a tuned target, a stale draft, and 40 prompts."""
     save(tuned(), folder / "tuned")
     save(counting_model(), folder / STALE)
     write_rows(folder / "prompts.jsonl", [{"prompt": prompt(i)} for i in range(40)])
@@ -103,7 +103,7 @@ def options(workshop: Path, **changes: Any) -> RealignOptions:
 
 
 class Straight(NamedTuple):
-    """A run that nothing disturbed, and all it said."""
+    """A run without interruptions, and everything that it printed."""
 
     workshop: Path
     report: dict[str, Any]
@@ -123,9 +123,9 @@ def final_of(output: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_stale_draft_fits_its_tuned_target_again(straight: Straight) -> None:
-    """Nothing that it drafts is right before and all of it after: 11 tokens after the first, in three passes.
+    """Before, none of its drafted tokens are right; afterwards all are: 11 tokens after the first, in three passes.
 
-    What is reported is what the loop measures, on two prompts, which are too few for an interval.
+    The loop measures the reported figures on two prompts, which are too few for an interval.
     """
     workshop, report, said = straight
     before, after = (report[when]["greedy"] for when in ("before", "after"))
@@ -150,7 +150,9 @@ def test_a_stale_draft_fits_its_tuned_target_again(straight: Straight) -> None:
 
 
 def test_a_run_that_broke_off_goes_on_to_the_same_draft(straight: Straight, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the second lot of answers, then before the training, then before the measurement at the end."""
+    """The interruptions come before the second set of answers, before the training,
+    and before the final measurement.
+    """
     output = straight.workshop / "broken"
     for dies_in, call in (("run_regenerate", 2), ("run_recipe", 1), ("_measure", 2)):
         work, calls = getattr(realign, dies_in), []
@@ -182,7 +184,9 @@ def rows_of(file: Path) -> list[str]:
 
 @pytest.mark.parametrize(("rows", "sizes"), [(200, [180, 10, 10]), (5000, [4886, 64, 50]), (3, [1, 1, 1])])
 def test_every_prompt_serves_one_purpose(tmp_path: Path, rows: int, sizes: list[int]) -> None:
-    """The last 5% and at most 50 to measure with; 5% and at most 64 before them to choose by; the first to learn."""
+    """The last 5% of the prompts (at most 50) are for measuring, the 5% before them (at most 64) for choosing weights,
+    and the others for training.
+    """
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"Zoë {i}"} for i in range(rows)])
     split_prompts(options(tmp_path, prompts=prompts))
     parts = [rows_of(tmp_path / "run" / f"{name}.jsonl") for name in ("prompts", "choosing", "heldout")]
@@ -191,7 +195,7 @@ def test_every_prompt_serves_one_purpose(tmp_path: Path, rows: int, sizes: list[
 
 
 def refused(options: RealignOptions) -> str:
-    """What a run is refused with, before anything is answered."""
+    """Return the error of a run that fails before anything is answered."""
     with pytest.raises(ValueError) as error:
         run(options)
     assert not list(options.output.parent.rglob("*-answers.jsonl"))
@@ -211,7 +215,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_generated(workshop
 
 @pytest.mark.parametrize("kind", ["Qwen3DSparkModel", "LlamaForCausalLMEagle3"])
 def test_a_draft_over_states_is_realigned_too(workshop: Path, kind: str) -> None:
-    """A random one that drafts three tokens: nothing of it is right before, and all of it after."""
+    """A random draft of three tokens: before, none of them are right; afterwards all are."""
     target = CausalLM(counting_model())
     dspark = kind == "Qwen3DSparkModel"
     draft = tiny_dspark(target, tokens=3, mask_token_id=3) if dspark else tiny_eagle3(target)
@@ -225,7 +229,7 @@ def test_a_draft_over_states_is_realigned_too(workshop: Path, kind: str) -> None
 
 
 def test_adapters_are_a_target_too(workshop: Path) -> None:
-    """As peft saves them: without a tokenizer, and without the model they adapt."""
+    """They are saved as peft does it, without a tokenizer and without the base model."""
     adapted = get_peft_model(tuned(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     adapted.peft_config["default"].base_model_name_or_path = str(workshop / "tuned")
     adapted.save_pretrained(str(workshop / "adapters"))
@@ -238,7 +242,7 @@ BLOCK = 8
 
 
 def write_fp8(folder: Path) -> PreTrainedModel:
-    """Write a model whose matrices are FP8 numbers with a scale for each block; return it with those numbers."""
+    """Write a model whose matrices are FP8 numbers with a scale for each block; return the model with these numbers."""
     model = tiny_model("llama")
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
@@ -263,7 +267,7 @@ def describe(folder: Path, **method: Any) -> None:
 
 
 def check_as_a_target(folder: Path, same: PreTrainedModel) -> None:
-    """It decodes plainly and with chains as ``same``, and heads learn from it."""
+    """Check that the target decodes like ``same``, plainly and with chains, and that heads learn from it."""
     target = CausalLM(load_model(str(folder), torch.float32))
     text = Engine(CausalLM(same)).decode(PROMPT, DecodingConfig(10)).tokens
     for drafter in (None, Chains([[*PROMPT, *text]])):
@@ -274,7 +278,7 @@ def check_as_a_target(folder: Path, same: PreTrainedModel) -> None:
 
 
 def test_an_fp8_checkpoint_is_a_target_and_its_method_is_named(tmp_path: Path) -> None:
-    """Without a GPU transformers turns its numbers into plain ones."""
+    """Without a GPU transformers converts its numbers to ordinary ones."""
     target = tmp_path / "target"
     check_as_a_target(target, write_fp8(target))
     tiny_model("llama").save_pretrained(tmp_path / "plain")

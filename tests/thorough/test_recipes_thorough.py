@@ -18,7 +18,7 @@ from trainer.run.train import run_recipe
     "path", [p for p in RECIPES if p.parent.name == "any"], ids=lambda p: f"{p.parent.name}/{p.stem}"
 )
 def test_a_recipe_of_a_small_target_or_for_any_trains_to_its_end_in_a_few_steps(path: Path, tmp_path: Path) -> None:
-    """On a tiny target, by the recipe's own settings but for what makes it small."""
+    """The target is tiny, and the recipe keeps its settings except those that make the run small."""
     write_target(tmp_path / "target")
     train, heldout = write_corpus(tmp_path)
     small = ["training.steps=3", "training.batch_size=4", "training.micro_batch_size=2", "data.max_length=16"]

@@ -1,4 +1,4 @@
-"""The moving picture of decoding: its report, its layout, and the committed picture held against its JSON."""
+"""The animated picture of decoding: its report, its layout, and the committed picture, which must match its JSON."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "scripts"))  # where the two scripts stand
+sys.path.append(str(ROOT / "scripts"))  # the folder of the two scripts
 drawing, recording = import_module("decode_picture"), import_module("record_decode")
 REPORT = ROOT / "benchmarks" / "results" / "amd-epyc-2-cores" / "decode.json"
 PICTURES = [ROOT / "docs" / "pictures" / name for name in ("decode.svg", "decode-narrow.svg")]
@@ -24,7 +24,7 @@ def steps(*rows: tuple[list[str], int, float]) -> list[dict[str, Any]]:
 
 
 def report(text: list[str] | None = None) -> dict[str, Any]:
-    """Four tokens in 3 s plainly, in 1 s by one pass that kept two drafted ones."""
+    """Make a report: four tokens take 3 s plainly, and 1 s with a pass that keeps two drafted tokens."""
     text = text or ["a", " b", "\n  c", " d"]
     plain = steps(([text[0]], 0, 0.0), *(([token], 0, 1.0) for token in text[1:]))
     drafted = steps(([text[0]], 0, 0.0), (text[1:], 2, 1.0))

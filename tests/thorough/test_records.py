@@ -1,4 +1,6 @@
-"""Runs of an evaluation as records: dealt, written as they come, gone on with after a kill, and asked turn by turn."""
+"""Runs of an evaluation as records: divided among processes, written immediately, resumed after a kill, and asked turn
+by turn.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,7 +29,7 @@ CONFIG = EvaluationConfig(max_new_tokens=6, settings=("greedy", "sampling"), bat
 
 
 class Killed(Exception):
-    """The end of a process, wherever it was."""
+    """Simulates the death of a process at any place."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def methods(tiny_llama: CausalLM, tiny_draft: CausalLM) -> list[Method]:
 
 
 def texts(records: Records) -> dict[Any, Any]:
-    """Everything of the records but the seconds."""
+    """Return everything in the records except the seconds."""
     return {
         key: (record.prompts, record.fingerprints, [(run.tokens, run.counts) for run in record.runs])
         for key, record in records.by_key.items()
@@ -45,7 +47,7 @@ def texts(records: Records) -> dict[Any, Any]:
 
 
 def decoded(target: CausalLM, methods: list[Method], folder: Path, rank: int = 0, world: int = 1) -> Records:
-    """Decode a process's share by our own methods, the quick ones."""
+    """Decode a process's share by our methods, which are quick."""
     records = open_records(folder, rank, PROVENANCE)
     Measurement(target, ours(methods), TokenPrompts(PROMPTS), CONFIG, records, rank, world).run()
     records.close()
@@ -58,13 +60,13 @@ def ours(methods: list[Method]) -> list[Method]:
 
 @pytest.fixture(scope="module")
 def whole(tiny_llama: CausalLM, methods: list[Method], tmp_path_factory: pytest.TempPathFactory) -> Records:
-    """Everything, decoded at once by one process."""
+    """Decode everything at once in one process."""
     return decoded(tiny_llama, methods, tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture(scope="module")
 def report(tiny_llama: CausalLM, methods: list[Method]) -> dict[str, Any]:
-    """The report of all methods, peers too."""
+    """Return the report of all methods, including peers."""
     measurement = Measurement(tiny_llama, methods, TokenPrompts(PROMPTS), replace(CONFIG, max_new_tokens=4))
     measurement.run()
     found: dict[str, Any] = as_json(report_of(measurement))
@@ -139,7 +141,7 @@ def scripted(name: str, run: Callable[[Sequence[int], int], Run], temperature: f
 
 
 def measured(target: CausalLM, methods: list[Method], source: Any, **settings: Any) -> tuple[Report, Measurement]:
-    """The figures of methods of no model's making, and the finished measurement."""
+    """Return the figures of artificial methods, and the finished measurement."""
     measurement = Measurement(target, methods, source, EvaluationConfig(**settings))
     measurement.run()
     tasks = dict(zip(source.ids, source.tasks, strict=True))
@@ -168,7 +170,7 @@ def test_the_rows_of_a_task_are_those_of_its_questions_alone(tiny_llama: CausalL
 
 
 def test_turns_and_rounds_of_a_question_are_one_observation_of_acceptance(tiny_llama: CausalLM) -> None:
-    """They are not independent, so whole questions are resampled: three here, not six texts."""
+    """Turns and rounds are not independent, so whole questions are resampled: here three questions, not six texts."""
     chosen = [scripted("plain", lambda _, seed: Run((3, 3, 3), 2, 1.0, 1.0, COUNT), temperature=1.0)]
     (row,) = measured(tiny_llama, chosen, TokenPrompts([(1,)] * 3), rounds=2)[0].rows
     assert row.passes == 6 and row.tokens_per_pass and row.tokens_per_pass.observations == 3
@@ -228,7 +230,7 @@ def test_a_run_killed_anywhere_goes_on_where_it_stood_with_the_same_texts(
 def test_any_number_of_processes_writes_the_same_texts_and_goes_on_with_those_of_another_number(
     tiny_llama: CausalLM, methods: list[Method], whole: Records, tmp_path: Path
 ) -> None:
-    for rank in (0, 2):  # of three processes; the second one was killed before it began
+    for rank in (0, 2):  # of three processes, the second was killed before it began
         decoded(tiny_llama, methods, tmp_path / "dealt", rank, 3)
     first = [path.name for path in record_files(tmp_path / "dealt")]
     calls = []

@@ -1,7 +1,7 @@
-"""Answers from a target in this process: what is asked and written, and what a kill leaves.
+"""Answers from a target in this process: what is requested and written, and what remains after a kill.
 
-The target counts: after token x comes x + 1. In its tokenizer, a to l are 4 to 15, then comes <unk>, which is 0, and
-<eos>, which is 1: it goes on from "j" with "k l <unk> <eos>".
+The target counts: after token x comes x + 1. In its tokenizer a to l are 4 to 15, followed by <unk>, which is 0, and
+<eos>, which is 1. So it continues "j" with "k l <unk> <eos>".
 """
 
 import io
@@ -35,7 +35,9 @@ from trainer.recipe.common import DataSection
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Targets that count, with a chat template and without; a random one that can end a text, and its speculators."""
+    """Write targets that count, with and without a chat template, and a random target that can end a text, with its
+    speculators.
+    """
     folder = tmp_path_factory.mktemp("models")
     for name, template in (("plain", None), ("chat", CHAT_TEMPLATE)):
         counting_model().save_pretrained(folder / name)
@@ -74,7 +76,7 @@ def contents(row: dict[str, Any]) -> list[str]:
 
 RANDOM = {"temperature": 1.0, "n": 2, "max_new_tokens": 12, "seed": 5}
 LETTERS = [*"abcdefg", "a c", "b d"]
-"""With two samples each, 18 conversations: two whole groups and a smaller one at a batch size of 2."""
+"""With two samples each these are 18 conversations: at a batch size of 2, two whole groups and a smaller one."""
 
 
 # --- what is written ------------------------------------------------------------------------------------------------
@@ -123,7 +125,7 @@ def test_samples_of_a_prompt_differ_and_are_those_of_their_seed(models: Path, tm
         regenerate(options(tmp_path / name, models / "random", ["a c"], **{**RANDOM, "seed": seed, "n": 4}))
         texts[name] = [row["answer_tokens"] for row in rows(tmp_path / name / "answers.jsonl")]
     assert texts["one"] == texts["again"]
-    # Conversation i is decoded with the seed + i, so that the other run starts with the second of this one.
+    # Conversation i is decoded with seed + i, so the other run starts with the second conversation of this one.
     assert texts["other"][:3] == texts["one"][1:]
     assert len({str(text) for text in texts["one"]}) == 4
 
@@ -149,7 +151,7 @@ def test_an_answer_that_is_cut_off_is_marked_and_ends_its_conversation(models: P
     summary = regenerate(options(tmp_path, models / "chat", [["a", "j"]], max_new_tokens=3))
     (row,) = rows(tmp_path / "answers.jsonl")
     assert contents(row) == ["a", "b c d"] and row["truncated"] and row["answer_tokens"] == [[5, 6, 7]]
-    assert summary.truncated == 1 and summary.unasked == 1  # nothing is asked after half an answer
+    assert summary.truncated == 1 and summary.unasked == 1  # no request follows half an answer
 
 
 def test_an_answer_that_training_would_refuse_is_set_aside(tmp_path: Path) -> None:
@@ -162,7 +164,7 @@ def test_an_answer_that_training_would_refuse_is_set_aside(tmp_path: Path) -> No
 
 
 def test_tokens_that_training_would_refuse_are_left_out_and_the_text_is_kept(models: Path, tmp_path: Path) -> None:
-    """The target has a token that its tokenizer lacks, as where a vocabulary is padded."""
+    """The target has a token that its tokenizer lacks, as with a padded vocabulary."""
     counting_model().save_pretrained(tmp_path / "target")
     tokenizer = tiny_tokenizer(words=WORDS[:-1])  # without l
     tokenizer.save_pretrained(tmp_path / "target")
@@ -212,7 +214,7 @@ def test_answers_beyond_the_drafts_context_are_decoded_without_drafts_and_the_ot
 
 @pytest.fixture(scope="module")
 def finished(models: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RegenerateOptions, dict[str, bytes]]:
-    """A run that nobody killed: its options, and the files it wrote."""
+    """Do a run without a kill; return its options and the files that it wrote."""
     folder = tmp_path_factory.mktemp("finished")
     chosen = options(folder, models / "random", LETTERS, **RANDOM)
     regenerate(chosen)
@@ -263,7 +265,7 @@ def test_a_damaged_line_is_named_and_said_to_be_answered_again_once_it_is_delete
     path = tmp_path / "answers.jsonl"
     with AnswerFile(path, {}, {}):
         (tmp_path / file).write_bytes(content)
-    for _ in range(2):  # what is refused is not left locked
+    for _ in range(2):  # after an error the file is not locked
         with pytest.raises(
             ValueError, match=f"{complaint}.*: delete that line; its conversation is then answered again"
         ):
@@ -320,7 +322,7 @@ def counting_target(folder: Path, template: str) -> PreTrainedTokenizerBase:
 
 
 def test_the_target_sees_the_tools_of_a_row_and_training_on_its_answer_does(tmp_path: Path) -> None:
-    """A template that ends its question with the first tool's name: the target counts on from there."""
+    """The template ends its question with the name of the first tool, so the target counts on from there."""
     first = "{{ tools[0].function.name if tools else '' }} "
     tokenizer = counting_target(tmp_path, f"{first}{CHAT_TEMPLATE}{{% if add_generation_prompt %}}{first}{{% endif %}}")
     row = {"prompt": "j", "tools": '[{"name": "h"}]'}

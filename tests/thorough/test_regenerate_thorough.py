@@ -1,4 +1,4 @@
-"""Answers from a target in this process: what is asked and written, and what a kill leaves."""
+"""Answers from a target in this process: what is requested and written, and what remains after a kill."""
 
 # ruff: noqa: F811  # a fixture comes by the name that it is imported under
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Prompts that a target writes itself: what it continues, what is removed and counted, and what a kill leaves."""
+"""Prompts that a target writes itself: what it continues, what is removed and counted,
+and what remains after a kill.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -25,12 +27,14 @@ TEMPLATE = (
 )
 UNENDED = TEMPLATE.replace("<eos> {% endfor", "{% endfor")
 CONTROLS = ["<user>"]
-"""Token 2; <eos> is 1, <assistant> 3, and a to l are 4 to 15."""
+"""Token 2. The other ids: <eos> is 1, <assistant> is 3, and a to l are 4 to 15."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random target with a chat template, one without, and one that counts: it writes one prompt for ever."""
+    """Write a random target with a chat template, one without, and one that counts and so always writes the same
+    prompt.
+    """
     folder = tmp_path_factory.mktemp("models")
     made = {
         "chat": tiny_model(seed=3, eos_token_id=1, initializer_range=0.1, max_position_embeddings=40),
@@ -55,13 +59,13 @@ def options(folder: Path, target: Path, prompts: str, **changes: Any) -> Regener
 
 
 def asked(folder: Path) -> list[str]:
-    """The first message of each answered conversation."""
+    """Return the first message of each answered conversation."""
     return [row["messages"][0]["content"] for row in rows(folder / "answers.jsonl")]
 
 
 @pytest.fixture(scope="module")
 def finished(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run wrote that nobody killed."""
+    """Do a run without a kill; return the files that it wrote."""
     folder = tmp_path_factory.mktemp("finished")
     regenerate(options(folder, models / "chat", "self:12"))
     return folder
@@ -71,7 +75,7 @@ def finished(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prompts_of(folder: Path) -> dict[int, str]:
-    """The prompts by the row of their answer, from the draws."""
+    """Return the prompts from the draws, by the row of their answer."""
     drawn = dict.fromkeys(row["answer"] for row in rows(folder / "answers.jsonl.draws.jsonl"))
     return dict(enumerate(drawn, start=1))
 
@@ -105,7 +109,9 @@ def test_a_folder_of_answers_is_read_without_the_draws(finished: Path) -> None:
 def test_another_seed_draws_others_and_the_prompts_of_a_file_are_left_out(
     models: Path, finished: Path, tmp_path: Path
 ) -> None:
-    """Seeds of neighbouring runs must not be those of neighbouring draws: one run's prompts were the other's."""
+    """Seeds of neighbouring runs must not equal seeds of neighbouring draws; otherwise both runs would draw the same
+    prompts.
+    """
     draws = [row["answer_tokens"] for row in rows(finished / "answers.jsonl.draws.jsonl") if row["tokens"] > 7]
     regenerate(options(tmp_path, models / "chat", "self:4", seed=1))
     others = [row["answer_tokens"] for row in rows(tmp_path / "answers.jsonl.draws.jsonl") if row["tokens"] > 7]
@@ -140,7 +146,7 @@ def test_later_turns_are_written_after_the_answers_and_a_conversation_ends_where
 def test_a_killed_run_ends_with_the_same_prompts_and_answers(
     models: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    """The last kill is in the last group of draws, when enough of them are usable already."""
+    """The last kill comes in the last group of draws, when enough draws are already usable."""
     (told,) = described_prompts(finished / "answers.jsonl")
     chosen, add, left = (
         options(tmp_path, models / "chat", "self:12"),
@@ -190,7 +196,7 @@ def test_faults_of_prompts(text: str, tokens: Any, truncated: bool, fault: str |
 
 
 def test_a_target_that_says_one_thing_for_ever_is_given_up_with_the_counts(models: Path, tmp_path: Path) -> None:
-    """After <user> it writes <assistant>, all letters, <unk> and <eos>."""
+    """After <user> the target writes <assistant>, all letters, <unk> and <eos>."""
     with pytest.raises(
         ValueError, match=r"hardly writes prompts \(256 draws, 0 prompts, 256 with control tokens\): use a file"
     ):

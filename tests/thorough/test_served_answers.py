@@ -1,4 +1,4 @@
-"""What a served target answers beside plain text, and what is asked of it: tools, reasoning, calls, other hosts."""
+"""Answers of a served target other than plain text, and the requests to it: tools, reasoning, calls, other hosts."""
 
 import io
 import json
@@ -34,13 +34,13 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asking(folder: Path, address: str, *prompts: Any, **changes: Any) -> RegenerateOptions:
-    """Options for rows of several fields."""
+    """Return options for rows with several fields."""
     chosen = options(folder, address, **changes)
     return replace(chosen, prompts=write_rows(folder / "rows.jsonl", prompts))
 
 
 def message(content: str | None, finish_reason: str = "stop", **fields: Any) -> Reply:
-    """A chat completion whose message has further fields."""
+    """Return a chat completion whose message has further fields."""
     status, body = chat(content, finish_reason)
     body["choices"][0]["message"] |= fields
     return status, body
@@ -92,7 +92,7 @@ def test_a_call_is_an_answer_which_training_reads_and_the_next_turn_sees(tmp_pat
 
 
 def called(*names: str, prefix: str = "") -> list[dict[str, Any]]:
-    """Calls of functions, with the ids 0, 1, … behind a prefix."""
+    """Return calls of functions, with ids that consist of a prefix and 0, 1, …"""
     return [{**CALL, "id": f"{prefix}{i}", "function": {**CALL["function"], "name": f}} for i, f in enumerate(names)]
 
 
@@ -158,7 +158,7 @@ def test_what_is_neither_text_nor_reasoning_nor_calls_is_an_empty_answer(
 
 
 def with_ids(reply: Reply, where: str, tokens: str, prompt: str | None = None) -> Reply:
-    """The reply with the token ids of a byte tokenizer, in one server's place for them."""
+    """Return the reply with the token ids of a byte tokenizer, in the field that one server uses."""
     status, body = reply
     if where == "vLLM":
         body["choices"][0]["token_ids"] = [*tokens.encode()]
@@ -214,14 +214,14 @@ def test_a_server_that_rejects_what_is_wished_for_is_asked_without_it(tmp_path: 
 
 
 def vllm(request: Request) -> Reply:
-    """Ids of each event, and of the prompt in the first; one byte a token."""
+    """Return events with token ids, and with the prompt's ids in the first event; each token is one byte."""
     assert request.body["stream"]
     ids = [[*b"A"], [*"é".encode()], [0]]
     return streamed("A", "é", finish_reason="stop", tokens=4, token_ids=ids, prompt_token_ids=[[*b"<1>"]])
 
 
 def sglang(request: Request) -> Reply:
-    """No ids in a stream, which it says."""
+    """Reject a stream with token ids, as SGLang does."""
     if request.body.get("stream"):
         assert request.body["return_token_ids"], "asked for once"
         return 400, {"error": {"message": "return_token_ids is not supported with streaming"}}
@@ -231,14 +231,14 @@ def sglang(request: Request) -> Reply:
 
 
 def llama_cpp(request: Request) -> Reply:
-    """No ids in a chat's stream, which it does not say."""
+    """Leave out token ids in the stream of a chat without saying so, as llama.cpp does."""
     if request.body.get("stream"):
         return streamed("A", "é", tokens=4)
     return with_ids(chat("Aé"), "llama.cpp", "Aé\0")
 
 
 def partial(request: Request) -> Reply:
-    """No ids of tokens that end inside a character, as in llama.cpp's streams of completions."""
+    """Leave out the ids of tokens that end inside a character, as in llama.cpp's streams of completions."""
     if request.body.get("stream"):
         return streamed("A", "é", tokens=4, token_ids=[[*b"A"], [*"é".encode()[1:]], [0]])
     return with_ids(chat("Aé"), "llama.cpp", "Aé\0")
@@ -259,7 +259,9 @@ def test_ids_come_in_a_stream_or_with_a_whole_answer_as_the_server_can(
 
 @pytest.mark.parametrize("server", [sglang, llama_cpp])
 def test_a_request_begun_before_a_server_was_known_gets_its_ids_too(tmp_path: Path, server: Any) -> None:
-    """The second stream is answered when the first request has a whole answer, and the third has asked for one."""
+    """The second stream is answered once the first request has a whole answer and the third request has asked for
+    one.
+    """
     streams, wholes, known = count(), count(), threading.Event()
 
     def script(request: Request) -> Reply:
@@ -297,7 +299,7 @@ def test_reasoning_text_and_calls_are_joined_from_the_events_of_a_stream(tmp_pat
     "reply", [chat("half \ud83d"), message("Yes", reasoning="half \ud83d")], ids=["text", "reasoning"]
 )
 def test_half_a_character_is_no_answer_and_neither_asked_on_nor_written(tmp_path: Path, reply: Reply) -> None:
-    """Training refuses such a row, and no request can hold it."""
+    """Training rejects such a row, and no request can contain it."""
     with serve(lambda request: chat("Yes") if last_words(request) == "two" else reply) as endpoint:
         summary = regenerate(options(tmp_path, endpoint.address, (["one", "more"], "two")))
     (row,) = set_aside(tmp_path)
@@ -306,7 +308,7 @@ def test_half_a_character_is_no_answer_and_neither_asked_on_nor_written(tmp_path
 
 
 def test_a_disk_that_takes_no_more_is_named_and_loses_nothing(tmp_path: Path) -> None:
-    """The second answer is half written: files may grow by nine bytes more."""
+    """Half of the second answer is written, because files may grow by only nine more bytes."""
     free = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def script(request: Request) -> Reply:

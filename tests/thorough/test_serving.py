@@ -1,4 +1,4 @@
-"""A served model as proofs ask it: prompts of token ids, token ids of answers, and servers that know neither."""
+"""A served model as `verify` uses it: prompts of token ids, token ids of answers, and servers that support neither."""
 
 import importlib
 import sys
@@ -51,7 +51,7 @@ def one(model: ServedModel, prompt: Prompt, max_tokens: int = 1, **more: Any) ->
 
 
 def refused_with(field: str, then: Reply) -> Callable[[Request], Reply]:
-    """Answer requests, but for those that have the field, or a prompt of ids for the field ``ids``."""
+    """Answer requests, but reject those with the field, or with a prompt of token ids if the field is ``ids``."""
 
     def script(request: Request) -> Reply:
         has = isinstance(request.body.get("prompt"), list) if field == "ids" else field in request.body
@@ -205,7 +205,7 @@ def test_a_server_on_this_machine_is_not_looked_for_through_a_proxy(monkeypatch:
 
 @pytest.fixture
 def no_openai(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Importing openai fails, and what may import it is imported again; all is as before afterwards."""
+    """Make the import of openai fail, and import the modules that may use it again; restore everything afterwards."""
 
     def drop() -> dict[str, ModuleType]:
         parts = ("trainer.servers.", "trainer.commands.", "trainer.target.connection", "trainer.target.endpoint")
@@ -219,7 +219,7 @@ def no_openai(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_commands_that_may_ask_a_server_load_without_openai(no_openai: None) -> None:
-    """Folders are diagnosed and engines proved without it."""
+    """Folders can be diagnosed and engines verified without openai."""
     for name in ("diagnose", "verify", "regenerate"):
         importlib.import_module(f"trainer.commands.{name}")
     with pytest.raises(ImportError):

@@ -1,4 +1,6 @@
-"""Steps of fixed shapes decode what steps of any shape decode, and nothing is left over from one step to the next."""
+"""Steps with fixed shapes decode the same as steps with dynamic shapes, and nothing is left over from one step to the
+next.
+"""
 
 import itertools
 from dataclasses import replace
@@ -21,7 +23,8 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
 
 PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9])
-"""Of other lengths, so that rows are ragged; more than the batches have rows, so that rows are refilled."""
+"""Prompts of different lengths, so that rows are ragged; there are more prompts than rows in a batch, so that rows are
+refilled."""
 TREE = TreeShape((-1, 0, 0, 1, 1, 2))
 THESE = sorted({"llama", "mistral", "qwen2-mixed", "gpt2", "opt", "gemma2", "gemma3"} & FAMILIES.keys())
 GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=1.0)
@@ -33,7 +36,7 @@ def steps_of(model: CausalLM) -> StaticSteps:
 
 
 def drafters(family: str, static: str | None, hidden_size: int = 16) -> dict[str, Drafter | None]:
-    """One of every way to draft; those with a model of their own run it with static shapes too."""
+    """Make a drafter of every kind; drafters with a model run it with static shapes as well."""
 
     def draft(seed: int = 1) -> CausalLM:
         return CausalLM(tiny_model(family, seed=seed), static=static)
@@ -86,7 +89,7 @@ MIXED = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default"
 def test_static_steps_are_refused_if_each_step_would_ask_how_far_it_reaches(
     family: str, rope: dict[str, object], named: str
 ) -> None:
-    """At construction: a CUDA graph would fail while it is recorded, in the middle of a text."""
+    """The error comes at construction, because a CUDA graph would fail during recording, in the middle of a text."""
     model = tiny_model(family, rope_parameters=rope)
     with pytest.raises(ValueError, match=rf"rotary embeddings are {named}.*; leave static out"):
         CausalLM(model, static="graphs")
@@ -97,7 +100,7 @@ def test_static_steps_are_refused_if_each_step_would_ask_how_far_it_reaches(
 def test_auto_goes_on_in_dynamic_shapes_with_one_warning_if_a_graph_cannot_be_recorded(
     fails_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step fails as it does while a GPU records it: ahead of a text, or in it; the end of the recording fails too."""
+    """A step fails as during recording on a GPU, before a text or in it; ending the recording fails as well."""
     dynamic = CausalLM(tiny_model("llama"))
     texts = decoded(dynamic, DraftModelDrafter(dynamic, 3), SAMPLED)
     run, calls = _Bucket.run, itertools.count(1)
@@ -131,7 +134,7 @@ def filled(family: str, static: str | None) -> tuple[CausalLM, PreallocatedCache
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "qwen2-mixed"])
 def test_a_tree_run_level_by_level_has_the_logits_of_one_run_at_once(family: str) -> None:
-    """The tokens are tensors, which the host never reads."""
+    """The tokens are tensors that the host never reads."""
     tokens = [torch.arange(6), torch.arange(4, 10)]
     model, cache = filled(family, None)
     expected = model.verify([TokenTree(own, TREE) for own in tokens], cache)
@@ -161,7 +164,7 @@ def test_larger_buffers_void_what_was_recorded_on_the_old_ones() -> None:
 
 
 def test_every_node_and_row_of_padding_sees_a_key_and_leaves_no_nan_in_half_precision() -> None:
-    """A softmax over nothing may be NaN, and NaN in the cache outlives every mask."""
+    """A softmax over no keys may be NaN, and a NaN in the cache is not removed by any mask."""
     model = CausalLM(tiny_model("mistral").half(), static="eager")
     cache = model.new_cache(40, 8)
     model.prefill([[1] * 9, [2], [3, 4]], cache)
@@ -176,7 +179,9 @@ def test_every_node_and_row_of_padding_sees_a_key_and_leaves_no_nan_in_half_prec
 
 
 def test_graphs_are_recorded_before_a_text_comes_to_them() -> None:
-    """On a CPU they run as they are: what would be recorded is known, and leaves no trace in texts or caches."""
+    """On a CPU the steps just run: the test knows what would be recorded, and recording leaves no trace in texts or
+    caches.
+    """
     plain = CausalLM(tiny_model("llama", max_position_embeddings=512))
     prompts, config = [[place % 16 for place in range(240)], [3, 1]], DecodingConfig(60)
     expected = [text.tokens for text in Engine(plain).decode(prompts, config, batch_size=2)]
@@ -185,23 +190,21 @@ def test_graphs_are_recorded_before_a_text_comes_to_them() -> None:
     )
     engine = Engine(model, DraftModelDrafter(draft, 3))
     steps = engine.steps(prompts, config, batch_size=2)
-    for _ in range(4):  # two prefills and a step of each row
+    for _ in range(4):  # two prefills and one step of each row
         next(steps)
     keys = {size.keys for size in steps_of(model)._steps if size.nodes == 4}
     assert keys == {256, 384}, "its own, and the next one ahead"
     assert all(bucket.has_run for bucket in steps_of(model)._steps.values())
     for _ in steps:
         pass
-    for _ in range(
-        2
-    ):  # the second text meets, ahead, what was met at the end of the first; the third meets nothing new
+    for _ in range(2):  # the second text records ahead what the first met at its end; the third meets nothing new
         known = [set(steps_of(each)._steps) for each in (model, draft)]
         assert [text.tokens for text in engine.decode(prompts, config, batch_size=2)] == expected
     assert [set(steps_of(each)._steps) for each in (model, draft)] == known
 
 
 def test_steps_have_the_same_shape_whatever_the_cache_served_before() -> None:
-    """In bf16 another shape may round otherwise, and a resumed run is to write the same answers."""
+    """In bf16 another shape may round differently, but a resumed run must write the same answers."""
     used, fresh = (CausalLM(tiny_model("llama", max_position_embeddings=512), static="eager") for _ in range(2))
     Engine(used).decode([[place % 16 for place in range(300)]] * 8, DecodingConfig(4), batch_size=8)
     before = set(steps_of(used)._steps)

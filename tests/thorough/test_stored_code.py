@@ -1,4 +1,4 @@
-"""Nothing that is stored may run code: only the flag of the command that is running permits it."""
+"""Stored files cannot permit code to run; only the flag of the running command can."""
 
 import json
 import pickle
@@ -64,7 +64,7 @@ class _Evil:
 
 
 def write_attacker(folder: Path, marker: Path) -> None:
-    """A model and a tokenizer with their own classes, which leave a mark when they are made."""
+    """Write a model and a tokenizer with their own classes, which leave a mark when they are created."""
     names = {"MyConfig": "LlamaConfig", "MyTokenizer": "PreTrainedTokenizerFast"}
     code = "".join(CLASS.format(name=name, base=base, marker=str(marker)) for name, base in names.items())
     code += "class MyModel(LlamaForCausalLM):\n    config_class = MyConfig\n"
@@ -79,7 +79,7 @@ def write_attacker(folder: Path, marker: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Runs by recipes that permit code, as their authors may, and other people's draft, adapters and plan."""
+    """Make runs by recipes that permit code, and a draft, adapters and a plan by other people."""
     folder = tmp_path_factory.mktemp("stored")
     rows = [{"text": f"{index}. Why is the sky blue?"} for index in range(40)]
     write_rows(folder / "rows.jsonl", [{"prompt": row["text"]} for row in rows])
@@ -115,7 +115,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def marked_by(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, int]:
-    """Run a command in the folder; return whether code was run, and the exit code."""
+    """Run a command in the folder; return whether stored code ran, and the exit code."""
     monkeypatch.chdir(folder)
     for left in ("mark", "out.jsonl"):
         (folder / left).unlink(missing_ok=True)

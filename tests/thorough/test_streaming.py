@@ -1,4 +1,4 @@
-"""`data.streaming`: rows of a set on the hub pass by over real HTTP, and nothing but their tokens stays."""
+"""`data.streaming`: rows of a set on the hub are streamed over real HTTP, and only their tokens are kept."""
 
 import io
 import json
@@ -58,7 +58,7 @@ def shards(rows: list[dict[str, Any]], format: str = "jsonl", split: str = "trai
 
 
 def publish(hub: FakeHub, files: dict[str, bytes], name: str = NAME) -> str:
-    """Put the files of a data set on the hub; returns the commit."""
+    """Put the files of a data set on the hub; return the commit."""
     return hub.repositories.setdefault(f"datasets/{name}", Repository("public")).commit(files)
 
 
@@ -71,12 +71,12 @@ def loaded(name: str = NAME, **changes: Any) -> Dataset:
 
 
 def fetched(hub: FakeHub) -> set[str]:
-    """The shards whose content was asked for."""
+    """Return the shards whose content was requested."""
     return {path.rsplit("/", 1)[1] for path in hub.asked("/resolve/") if path.startswith("GET") and "/data/" in path}
 
 
 def refused(action: Callable[[], object]) -> str:
-    """The sentence of a refusal, which shows no token, not in what it was raised from either."""
+    """Return the sentence of an error, after checking that neither it nor its cause shows the token."""
     with pytest.raises(ValueError, match=NAME) as raised:
         action()
     error: BaseException | None = raised.value

@@ -1,4 +1,4 @@
-"""What each family of targets can do: training, plain decoding, chains on recurrent states, states of layers."""
+"""Abilities of each family of targets: training, plain decoding, chains on recurrent states, states of layers."""
 
 import itertools
 import math
@@ -38,7 +38,7 @@ from trainer.drafts.distill import DistillObjective
 from trainer.recipe.heads import HeadsSection
 
 RECURRENCES = ["qwen3_next", "falcon_h1", "lfm2"]
-"""A delta rule, Mamba beside attention, convolutions."""
+"""A delta rule, Mamba together with attention, and convolutions."""
 ALL = [*CHAINS, *TREES, *PLAIN]
 PROMPTS = [[3, 1, 4, 1, 5, 9], [7], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9]]
 COUNT = 14
@@ -46,7 +46,7 @@ TABLE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "targets.md
 
 
 class Chains(HostileDrafter):
-    """Chains of up to six tokens, each right in two cases of three; or all of them right, or none."""
+    """Drafter of chains of up to six tokens, each right in two of three cases; or all of them right, or none."""
 
     budgets = (Budget(6, 7),)
 
@@ -69,7 +69,7 @@ class Chains(HostileDrafter):
 
 @cache
 def plain(family: str) -> list[tuple[int, ...]]:
-    """The prompts' plain texts, token by token."""
+    """Return the plain texts after the prompts, decoded token by token."""
     target = CausalLM(family_model(family))
     return [text.tokens for text in Engine(target).decode(PROMPTS, DecodingConfig(COUNT), batch_size=2)]
 
@@ -93,7 +93,7 @@ def test_chains_are_plain_greedy_in_a_batch_of_texts_of_several_lengths(family: 
 
 
 _UNEMBEDDED = ("mamba", "mamba2", "falcon_mamba", "rwkv")
-"""Families whose hidden states in `transformers` do not begin with the embeddings."""
+"""Families whose list of hidden states in `transformers` does not begin with the embeddings."""
 _STREAMS = ("gemma3n_text", "deepseek_v4")
 
 
@@ -117,7 +117,7 @@ def test_a_family_whose_layers_hand_on_several_streams_has_no_states_to_read() -
 
 
 def draft_on(target: CausalLM, folder: Path) -> DistillObjective:
-    """A draft of another family: a recurrent target's own layers make no draft."""
+    """Make a draft of another family, because layers of a recurrent target cannot be a draft."""
     tiny_model("llama", num_hidden_layers=1).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return distill(target.model, init={"from_model": str(folder)})
@@ -230,7 +230,7 @@ def test_a_row_that_waits_for_too_long_drafts_nothing_in_one_step(monkeypatch: p
 
 
 def test_a_row_can_be_cut_anywhere_and_a_conversation_goes_on() -> None:
-    """Behind the kept states the states are put back; before them the text runs again."""
+    """After the kept states, the states are restored; before them, the text runs again."""
     target, text = CausalLM(family_model("qwen3_next")), PROMPTS[2] * 2
     wanted = target.prefill([text], target.new_cache(40)).logits
     for cut in (0, 1, 8, 12, 13, 17):
@@ -244,7 +244,7 @@ def test_a_row_can_be_cut_anywhere_and_a_conversation_goes_on() -> None:
 
 
 class Drawing(TextDrafter):
-    """A chain of up to two tokens, each drawn from the same q."""
+    """Drafter of a chain of up to two tokens, each drawn from the same q."""
 
     name = "drawing"
     budgets = (Budget(2, 3),)
@@ -266,7 +266,9 @@ class Drawing(TextDrafter):
 
 
 def test_sampled_texts_of_the_loop_have_the_targets_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All outcomes of the loop on a hybrid of three tokens, with a chain drawn from another model's q."""
+    """This enumerates all outcomes of the loop on a hybrid of three tokens, with a chain drawn from the q of another
+    model.
+    """
     monkeypatch.setattr(sequential, "MOST_FED_AGAIN", 1)
     target = CausalLM(family_model("qwen3_next", vocab=3))
     q = torch.tensor([0.5, 0.3, 0.2])

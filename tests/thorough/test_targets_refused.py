@@ -1,4 +1,4 @@
-"""Targets that cannot be read as they are: every command that loads one says in a sentence what is missing."""
+"""Targets that cannot be loaded: every command says in one sentence what is missing."""
 
 import json
 import socket
@@ -41,7 +41,7 @@ def without_tokenizer(folder: Path) -> None:
 
 
 def with_own_code(folder: Path) -> None:
-    """As published models name their classes; the code is never run here."""
+    """Name classes as published models with their own code do; the code never runs here."""
     classes = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "mine", "auto_map": classes}))
@@ -83,7 +83,7 @@ def test_every_command_that_reads_a_target_says_what_it_lacks(
     monkeypatch.chdir(folder)
     result = CliRunner().invoke(app, [word.replace("TARGET", fault) for word in command.split()])
     assert FAULTS[fault][1] in result.output and "code of a model was run" not in result.output
-    if command.startswith("doctor"):  # a report, in which this is a problem
+    if command.startswith("doctor"):  # it returns a report, in which this is a problem
         assert result.exit_code == ExitCode.FAILED
     else:
         assert result.exit_code == ExitCode.BAD_INPUT

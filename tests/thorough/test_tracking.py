@@ -1,4 +1,4 @@
-"""When a run's figures go to wandb, and when wandb may call anybody."""
+"""When the figures of a run go to wandb, and when wandb may use the network."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ KEY = "0123456789" * 4
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What stands for the process's own, so that nothing of it outlives a test."""
+    """Replace the environment of the process, so that no change outlives a test."""
     given: dict[str, str] = {}
     monkeypatch.setattr(log, "os", SimpleNamespace(environ=given))
     return given
@@ -50,7 +50,7 @@ def test_a_recipe_that_asks_without_a_key_runs_offline_in_silence(
 def test_wandbs_own_login_is_found_without_asking_anybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="the tracker is an optional extra")
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_SILENT", "NETRC"):
-        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
     for name in ("HOME", "WANDB_CONFIG_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
@@ -106,7 +106,7 @@ def test_a_resumed_run_continues_its_run_in_wandb_and_a_refused_one_opens_none(
     assert opened() == [first]
     train(workshop, tracking="wandb")
     assert json.loads((workshop / "run" / "trackers.json").read_text()) == {"wandb": first}
-    assert set(opened()) == {first} and len(opened()) in (1, 2)  # a folder is named by the second
+    assert set(opened()) == {first} and len(opened()) in (1, 2)  # the name of a folder contains the second
 
 
 def test_every_tracker_is_told_the_run_that_it_continues(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Transfers of a decoding step: how often the host waits for the device, for every drafter and every rule.
 
-On tensors that say they lie on a device (see two_devices.py): whatever leaves it, whatever is sent to it and waited
-for, and every size that it finds, counts as one.
+The tensors claim to be on a device (see two_devices.py). Everything that leaves it, every awaited copy to it, and every
+size that it computes counts as one transfer.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ STEPS: dict[str, tuple[int, int]] = {
     "plain": (1, 1),
     "chain": (1, 1),
     "likeliest chain": (1, 1),
-    "medusa": (1, 2),  # children that could not be drawn leave the tree
+    "medusa": (1, 2),  # children that could not be drawn are removed from the tree
     "deterministic medusa": (1, 1),
     "deterministic markov": (1, 1),
     "dspark": (1, 1),
@@ -52,12 +52,12 @@ STEPS: dict[str, tuple[int, int]] = {
     "eagle3 tree": (1, 2),
     "eagle3 best tree": (4, 4),
     "lookup": (1, 1),
-    "lookahead": (2, 2),  # the window's predictions for all rows
-    "cascade": (5, 5),  # one for each token of the chain, as this small draft is hardly ever right
+    "lookahead": (2, 2),  # the predictions of the window for all rows
+    "cascade": (5, 5),  # one for each token of the chain, because this small draft is hardly ever right
     "draft tree": (4, 4),  # a level of three needs its scores before the next one grows
-    "hybrid": (2, 2),  # what both have drafted is joined on the host
+    "hybrid": (2, 2),  # the drafts of both are joined on the host
 }
-"""Transfers of a step, greedy and at temperature 1, by the rules that are the defaults."""
+"""Number of transfers of a step, greedy and at temperature 1, with the default rules."""
 
 
 @pytest.fixture
@@ -109,7 +109,9 @@ def draft(device: torch.device, seed: int = 1) -> CausalLM:
 
 
 def transfers(device: torch.device, name: str, temperature: float, rule: str | None = None) -> int:
-    """The most of a batch's first steps after the prefill and the prompts' first pass through a draft."""
+    """Return the largest number of transfers in the first steps of a batch, after the prefill and the draft's first
+    pass.
+    """
     target = CausalLM(moved(tiny_model("llama"), device))  # type: ignore[arg-type]
     config = DecodingConfig(24, SamplingConfig(temperature), None if rule is None else RULES[rule])
     rows = len(PROMPTS)

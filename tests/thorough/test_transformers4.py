@@ -1,4 +1,4 @@
-"""A draft's folder means the same model to transformers 4 as to transformers 5."""
+"""transformers 4 and 5 read the same model from the folder of a draft."""
 
 import json
 import re

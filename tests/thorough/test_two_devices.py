@@ -1,4 +1,4 @@
-"""Targets that accelerate spread over several devices: they decode and are trained on as those on one device."""
+"""Targets that accelerate spread over several devices decode, and can be trained on, like targets on one device."""
 
 import json
 from collections.abc import Iterator
@@ -36,7 +36,8 @@ from trainer.run.distributed import build_optimizers
 from trainer.run.train import run_recipe
 
 PROMPTS = ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9])
-"""Of other lengths, so that rows are ragged; more than the batch has rows, so that rows are refilled and moved."""
+"""Prompts of different lengths, so that rows are ragged; there are more prompts than rows, so that rows are refilled
+and moved."""
 GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(temperature=1.0, repetition_penalty=1.1)
 DRAFTERS = ("plain", "draft tree", "prompt lookup", "shared medusa", "shared markov", "drawn shared markov")
 DRAWN = ("chain", "drawn shared markov")
@@ -65,7 +66,7 @@ def heads_of(name: str, width: int) -> MedusaHeads:
 
 
 def drafter(name: str, family: str, width: int, device: torch.device | None = None) -> Drafter | None:
-    """On the device that targets begin on, or on the CPU."""
+    """Make the drafter on the first device of the target, or on the CPU."""
     if name == "plain":
         return None
     if name == "prompt lookup":
@@ -88,7 +89,7 @@ def texts_of(target: CausalLM, drafted: Drafter | None, sampling: SamplingConfig
 
 
 def test_what_is_mixed_is_noticed(devices: Devices) -> None:
-    """The devices of these tests refuse what CUDA refuses, and nothing else."""
+    """The devices of these tests reject the same operations as CUDA."""
     here, there = torch.ones(3, device=devices[0]), torch.ones(3).to(devices[1])
     with pytest.raises(
         MixedDevicesError, match=r"add\.Tensor of tensors that lie apart: \(3,\) on spread:0, \(3,\) on spread:1"
@@ -126,7 +127,7 @@ def test_a_draft_reads_layers_of_both_devices(
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt2", "falcon"])
 def test_every_architecture_may_be_spread(devices: Devices, family: str) -> None:
-    """Masks by type of layer, windows, weights that are tied across devices, positions that are learnt."""
+    """This includes masks by layer type, windows, weights tied across devices, and learned positions."""
     expected = texts_of(CausalLM(tiny_model(family)), drafter("draft tree", family, 0), GREEDY)
     target = CausalLM(spread(tiny_model(family), devices))
     assert texts_of(target, drafter("draft tree", family, 0, target.device), GREEDY) == expected
@@ -144,7 +145,7 @@ def test_steps_of_fixed_shapes_are_refused_on_several_devices(devices: Devices) 
 def test_a_run_on_a_spread_target_trains_and_evaluates_as_on_a_whole_one(
     devices: Devices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Up to the figures of evaluations, which decode: the run that trained for hours and died there."""
+    """This includes evaluations, which decode: a real run died there after hours of training."""
 
     def load(*args: Any, **named: Any) -> Any:
         model = load_model(*args, **named)
@@ -152,7 +153,7 @@ def test_a_run_on_a_spread_target_trains_and_evaluates_as_on_a_whole_one(
 
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setattr("trainer.target.loading.load_model", load)
-    # What is trained is on the CPU. `Module.to` keeps parameters what they are between real devices, but not here.
+    # Trained modules are on the CPU. Between real devices `Module.to` keeps parameters as parameters, but not here.
     monkeypatch.setattr(
         "trainer.run.loop.build_optimizers", lambda module, *rest: build_optimizers(moved(module, CPU), *rest)
     )

@@ -1,4 +1,4 @@
-"""`headstart verify` as a command: PASS and FAIL with their exit codes, in this process and on a server."""
+"""The command `headstart verify`: PASS and FAIL with their exit codes, in this process and on a server."""
 
 # ruff: noqa: F811  # a fixture comes by the name that it is imported under
 import json

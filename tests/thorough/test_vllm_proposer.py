@@ -1,4 +1,4 @@
-"""Our heads as vLLM's proposer, in an engine that is faked: the states of which step and request they read."""
+"""Our heads as a proposer of vLLM, in a simulated engine: they read the states of the right step and request."""
 
 import json
 import sys
@@ -73,12 +73,12 @@ def proposer(given: Any, tokens: int = HEADS, hidden_size: int = SIZE, vocab_siz
 
 
 def state_before(text: list[int]) -> Tensor:
-    """The state that a text's last token was written from: another one for every other text."""
+    """Return the state from which the last token of a text was written, which is different for every text."""
     return torch.randn(SIZE, generator=torch.Generator().manual_seed(hash(tuple(text[:-1])) % (1 << 60)))
 
 
 def own_chain(heads: MedusaHeads, target: Target, text: list[int]) -> list[int]:
-    """The chain of `decoding`'s heads after a text."""
+    """Return the chain that the heads in `decoding` draft after a text."""
     tokens = text[-1:]
     for k in range(HEADS):
         before = torch.tensor(tokens[-1]) if heads.markov is not None else None
@@ -112,9 +112,9 @@ def test_two_hundred_requests_that_come_go_and_are_preempted_never_read_another_
     while waiting or running:
         running += [waiting.pop() for _ in range(min(len(waiting), 8 - len(running), random.randint(0, 3)))]
         for request in running:
-            if random.random() < 0.05:  # preempted: its draft is lost, and its text read again
+            if random.random() < 0.05:  # preempted: its draft is lost, and its text is read again
                 request.unread, request.draft = random.randint(1, 2), []
-            request.draft = request.draft[: random.randint(0, 2 * HEADS)]  # trimmed, if no tokens are left for it
+            request.draft = request.draft[: random.randint(0, 2 * HEADS)]  # trimmed if no room is left for it
         drafted, states, sampled = [], list[Tensor](), list[list[int]]()
         for request in running:
             drafted.append(len(request.draft))
@@ -132,7 +132,7 @@ def test_two_hundred_requests_that_come_go_and_are_preempted_never_read_another_
             sampler.sampler(logits=logits, sampling_metadata=None)
         if random.random() < 0.2:  # log-probabilities of a prompt
             target.compute_logits(torch.randn(random.randint(1, 9), SIZE))
-        if random.random() < 0.9:  # else no text has room for a draft
+        if random.random() < 0.9:  # otherwise no text has room for a draft
             array = np.zeros((len(running), LONGEST), np.int32)
             for row, request in enumerate(running):
                 array[row, : len(request.text)] = request.text
@@ -160,8 +160,8 @@ def test_a_step_that_vllm_sampled_otherwise_than_read_is_an_error(tmp_path: Path
     ("text", "expected"),
     [
         ([1, 2, 3, 4, 5, 1, 2], [3, 4, 5, 1]),
-        ([1, 2, 8, 1, 2, 9, 1, 2], [9, 1, 2]),  # the latest; it ends where the text ends
-        ([7, 7, 7], [7, 7, 7, 7]),  # it touches its own end, and goes on
+        ([1, 2, 8, 1, 2, 9, 1, 2], [9, 1, 2]),  # the latest occurrence; the continuation ends with the text
+        ([7, 7, 7], [7, 7, 7, 7]),  # it touches the end of the text, and repeats further
         ([1, 2, 3, 4], []),
         ([1, 2], []),
     ],

@@ -1,4 +1,4 @@
-"""A trimmed vocabulary changes the drafted tokens, never the target's output."""
+"""A trimmed vocabulary changes the drafted tokens but never the target's output."""
 
 from collections import Counter
 
@@ -23,7 +23,7 @@ def test_greedy_output_is_plain_greedy_with_a_trimmed_draft_alone_and_in_batches
 
 
 def test_sampled_texts_have_the_targets_distribution_though_the_draft_lacks_tokens() -> None:
-    """Chi-square of 400 texts with fixed seeds; were they not, it would fail by chance once in 10**6."""
+    """A chi-square test of 400 texts with fixed seeds; with random seeds it would fail by chance once in 10**6."""
     target, sampling = small_llama(5), SamplingConfig(1.0)
     drafter = DraftModelDrafter(trimmed_vocabulary(small_llama(3).model, (0, 2, 3)), 2)
     generations = Engine(target, drafter).decode([PROMPT] * 400, DecodingConfig(LENGTH, sampling), batch_size=40)

@@ -1,4 +1,4 @@
-"""Stand-ins compute what their source computes, and every added weight is there to be paid for."""
+"""Stand-ins compute the same as their source, and every added weight costs time."""
 
 import sys
 from pathlib import Path
@@ -22,7 +22,7 @@ TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]
 
 
 def source(family: str = "llama", **changes: Any) -> PreTrainedModel:
-    """A tiny model with random norms and biases and a large eps: nothing that a mistake could hide behind."""
+    """Make a tiny model with random norms and biases and a large eps, so that no mistake can stay hidden."""
     model = tiny_model(family, **{"rms_norm_eps": 0.1, **changes})
     with torch.no_grad():
         for parameter in model.parameters():

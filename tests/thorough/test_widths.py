@@ -1,4 +1,6 @@
-"""A server scores its greedy texts in passes of two widths: what rounding explains passes, a wrong rule does not."""
+"""A server scores its greedy texts in passes of two widths: differences due to rounding pass,
+and a wrong rule fails.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -18,7 +20,9 @@ TEXT = EngineText(PROMPT, (1, 1, 1, 1, 1, 1, 2, 1, 1, 0))
 
 @dataclass
 class CachingServer:
-    """Token 1 is ``gap`` better than token 2, by ``shift`` less in passes over four tokens; the text ends with 6."""
+    """A server in which token 1 is ``gap`` better than token 2, and ``shift`` less in passes over four tokens; the text
+    ends with 6.
+    """
 
     gap: float
     shift: float = 0.0
@@ -39,7 +43,7 @@ class CachingServer:
         if len(prompt) == len(PROMPT) + len(TEXT.tokens) - 1:
             scores |= {6: -0.1}
         if width == 4 and self.shift == math.inf:
-            scores = {3: -0.5, 4: -0.6}  # no token is as good in both passes
+            scores = {3: -0.5, 4: -0.6}  # no token is equally good in both passes
         best = [{**({"id": token} if self.tells_ids else {}), "logprob": score} for token, score in scores.items()]
         usage = {"prompt_tokens": len(prompt), "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": kept}}
         told = {"content": [{"id": FORCED, "logprob": 0.0, "top_logprobs": best}]}
@@ -79,7 +83,7 @@ def test_a_gap_beyond_what_the_width_changes_is_a_fault() -> None:
 
 def test_texts_that_the_server_writes_without_a_draft_have_nothing_to_explain() -> None:
     server = CachingServer(gap=0.1)
-    finding = found(server, EngineText(PROMPT, (*[1] * 9, 0)))  # any of the ends is as good as another
+    finding = found(server, EngineText(PROMPT, (*[1] * 9, 0)))  # all end tokens count as equal
     assert finding.status == "ok" and "itself writes 9 of these 9 tokens; 4 tokens at a time change" in finding.found
 
 

@@ -25,7 +25,7 @@ from trainer.terminal.streaming import CtrlC, legend, show_steps, shows_styles, 
 
 
 def run_generate(options: GenerateOptions, console: Console | None = None) -> bool:
-    """Stream the text to the console and its figures to standard error; return False if Ctrl-C stopped it."""
+    """Stream the text to the console and its figures to standard error; return False if Ctrl-C stopped the text."""
     console = console or standard_output()
     decoder = read_decoder(options)
     prompt = encode_prompt(options.prompt, decoder.tokenizer, chat=True)
@@ -120,7 +120,9 @@ class Chat:
     left: bool = False
 
     def begin(self) -> None:
-        """Check system message, rule and drafter before the first question, with a greeting that is not answered."""
+        """Check the system message, the rule and the drafter before the first question, with a greeting that is not
+        answered.
+        """
         prompt = self.conversation.encode("Hello")
         self.decoder.engine.steps(prompt, replace(self.decoder.config, max_new_tokens=1))
         if self.decoder.tokenizer.chat_template is None:
@@ -144,7 +146,7 @@ class Chat:
     def _typed(self) -> str:
         """Return a typed line.
 
-        If output is redirected, it receives only the answers, and the prompt goes to the notes.
+        If output is redirected, only the answers go there, and the input prompt goes to the notes.
         """
         if sys.stdout.isatty():
             return input("> ")
@@ -152,7 +154,9 @@ class Chat:
         return input("")
 
     def answer_lines(self, lines: Iterable[str]) -> bool:
-        """Answer each line that is not blank, with empty lines between answers; return False if Ctrl-C stopped one."""
+        """Answer each line that is not blank, with empty lines between answers; return False if Ctrl-C stopped an
+        answer.
+        """
         answered = False
         for line in lines:
             is_question = bool(line.strip()) and not line.startswith("/")

@@ -41,11 +41,11 @@ class VerifyOptions(shared.ModelOptions):
     prompts: Annotated[str, Option(metavar="FILE", help=shared.QUESTIONS_HELP)]
     drafter: Annotated[
         list[str] | None,
-        Option(metavar=shared.SPEC, help=f"Drafter to prove in this process; repeatable; {shared.DRAFTERS}."),
+        Option(metavar=shared.SPEC, help=f"Drafter to verify in this process; repeatable; {shared.DRAFTERS}."),
     ] = None
     endpoint: Annotated[
         str | None,
-        Option(metavar="URL", help="OpenAI-compatible server to prove instead, such as http://localhost:8000/v1."),
+        Option(metavar="URL", help="OpenAI-compatible server to verify instead, such as http://localhost:8000/v1."),
     ] = None
     model: shared.ServedName = None
     prompt_field: shared.PromptField = None
@@ -58,8 +58,7 @@ class VerifyOptions(shared.ModelOptions):
     draws: Annotated[int, Option(min=1, help="Short texts to draw after each of two prompts.", hidden=True)] = 500
     seed: shared.Seed = 0
     dtype: Annotated[
-        str,
-        Option(metavar="TYPE", help=f"{shared.DTYPE_HELP} Use the server's type, or fp32 to detect most.", hidden=True),
+        str, Option(metavar="TYPE", help=f"{shared.DTYPE_HELP} Use the server's type; fp32 detects most.", hidden=True)
     ] = "fp32"
     json: shared.JsonFile = None
     junit: Annotated[

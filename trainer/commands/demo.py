@@ -18,7 +18,7 @@ from trainer.export.companions import trained_for
 from trainer.terminal.console import say, standard_error
 
 TRAINED = {"medusa1": "heads", "dspark": "dspark"}
-"""Folder in `RUNS` -> the drafter that `scripts/demo.py` trains in it for the embedded target."""
+"""Maps folders in `RUNS` to the drafters that `scripts/demo.py` trains in them for the embedded target."""
 RUNS = Path("runs/quickstart")
 TRAIN_THEM = "to train heads and drafts, run 'make demo' in a copy of the repository, then start the demo again"
 

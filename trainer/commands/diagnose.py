@@ -49,7 +49,7 @@ def run_diagnose(options: DiagnoseOptions, console: Console | None = None) -> bo
 
 
 def _check(options: DiagnoseOptions) -> SpeculatorName:
-    """Reject options that cannot be compared, before the target is loaded."""
+    """Reject options that do not fit together, before the target is loaded."""
     if options.endpoint is not None or options.metrics is None:  # otherwise --model chooses a model of the saved page
         check_endpoint(options.endpoint, options.model)
     folder = options.exported

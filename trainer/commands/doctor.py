@@ -15,7 +15,7 @@ from trainer.doctor.machine import free_bytes, installed_packages, machine_findi
 from trainer.terminal.console import say, standard_error, standard_output
 
 OF_ANY: Sequence[str] = ("medusa1", "draft")
-"""Recipes in recipes/any for a target that verifies trees."""
+"""Recipes in recipes/any for a target that can verify trees."""
 
 
 def run_doctor(options: DoctorOptions, console: Console | None = None) -> bool:
@@ -51,7 +51,9 @@ def run_doctor(options: DoctorOptions, console: Console | None = None) -> bool:
 
 
 def _models(options: DoctorOptions, name: str) -> tuple[dict[str, list[Finding]], Sequence[str]]:
-    """Return the findings on the target and each drafter, by title, and the recipes that train for the target."""
+    """Return the findings on the target and each drafter, by title, and the recipes that can train drafters for the
+    target.
+    """
     from decoding.drafters.spec import DrafterSpec
     from trainer.commands.models import read_specs
     from trainer.doctor import models
@@ -84,7 +86,7 @@ def next_commands(
 ) -> list[str]:
     """Return the commands to run next, in order: check again, or train, or measure and plan.
 
-    ``recipes``: names in recipes/any that train for the target; empty if the target cannot verify drafts.
+    ``recipes``: names in recipes/any that can train drafters for the target; empty if the target cannot verify drafts.
     """
     if target is None:
         return ["headstart train recipes/quickstart/medusa1.yaml", "headstart doctor --target ORG/NAME"]

@@ -1,4 +1,6 @@
-"""`headstart train RECIPE --dry-run`: measures a few steps, predicts the run's needs, writes an untrained artefact."""
+"""`headstart train RECIPE --dry-run`: measures a few steps, predicts what the run needs, and writes an untrained
+artefact.
+"""
 
 import resource
 import shutil
@@ -41,7 +43,7 @@ FOLDER = "dry-run"
 """Folder of the untrained artefact in the run's output."""
 
 
-class _Enough(BaseException):  # not an error, so the loop saves nothing
+class _Enough(BaseException):  # not a subclass of an error, so the loop saves nothing
     """A signal that all wanted steps have run."""
 
 
@@ -62,24 +64,24 @@ class _BegunAt(Checkpoints):
         return self._saved
 
     def save(self, saved: Saved) -> None:
-        """Drop the state; a dry run saves none."""
+        """Do nothing, because a dry run saves no state."""
 
 
 class _Times(NamedTuple):
-    """Seconds of one step, of the target's pass in it, and of one phase that writes texts during training."""
+    """Seconds of one step, of the target's pass in this step, and of one phase that writes texts during training."""
 
     step: float
     target: float
     writing: float
     writings: int
-    """Number of such phases in the whole run."""
+    """Number of phases that write texts in the whole run."""
 
 
 def dry_run(recipe: AnyRecipe, console: Console | None = None) -> None:
-    """Print a row as trained and a run's parameters, memory, disk and time; write an untrained artefact.
+    """Print a row as it is trained, and the parameters, memory, disk and time of a run; write an untrained artefact.
 
-    The last steps of the recipe cost the most, so they are measured, under the launcher that started this program.
-    Nothing but the artefact remains on disk. Raises UserError for any recipe that training rejects.
+    The last steps of the recipe cost the most, so these are measured, with the launcher that started this program. Only
+    the artefact remains on disk. Raises UserError for any recipe that training rejects.
     """
     console = console or standard_output()
     agreed(lambda: check_folders(recipe))
@@ -111,12 +113,12 @@ def _write_artefact(recipe: AnyRecipe, job: Job, accelerator: Accelerator, scrat
     """Write the untrained artefact in a served format, and print the commands that load it."""
     made, folder = scratch / "final", Path(recipe.output) / FOLDER
     finish(job, made, Progress(0, 0), [], describe(accelerator))
-    if (folder / "provenance.json").is_file():  # from an earlier dry run
+    if (folder / "provenance.json").is_file():  # left by an earlier dry run
         shutil.rmtree(folder)
     format = {HEADS: "heads", DRAFT: "draft", DSPARK: "dspark", EAGLE3: "eagle3"}[kind_held_in(made)]
     try:
         say(console, str(export(made, folder, format, prompts=NO_PROMPTS)))
-    except UserError as error:  # some drafts do not fit any format
+    except UserError as error:  # some drafts fit no format
         say(console, f"the untrained artefact was not written as {format}: {error}")
 
 
@@ -148,7 +150,7 @@ def _times(job: Job, accelerator: Accelerator, process: Process) -> _Times:
 
 
 def _peak_memory(accelerator: Accelerator) -> int:
-    """Return the peak memory of any process in bytes: on its GPU if it has one, and otherwise of the whole process."""
+    """Return the largest peak memory of any process in bytes: on its GPU, or without a GPU of the whole process."""
     if accelerator.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated()
     else:
@@ -171,7 +173,7 @@ def _table(recipe: AnyRecipe, job: Job, parameters: Mapping[str, int], times: _T
     share = sequences / len(examples)
     evaluations = (section.steps - 1) // recipe.evaluation.every + 1 if job.target and recipe.evaluation.prompts else 0
     seconds = {"a step": (times.step, section.steps), "writing texts": (times.writing, times.writings)}
-    if recipe.store is not None:  # the target will run only once per sequence, unlike in the measured steps
+    if recipe.store is not None:  # in the real run the target runs only once per sequence, unlike in the measured steps
         seconds["a step"] = times.step - times.target, section.steps
         seconds[f"writing {recipe.store[1]}"] = times.target * len(examples) / section.batch_size, 1
     seconds["an evaluation (untrained weights)"] = evaluation, evaluations

@@ -39,12 +39,12 @@ from trainer.processes import Process, agreed, join_processes, on_first
 from trainer.terminal.console import ProgressBar, say, standard_error, standard_output, wide
 
 _FILLED = 0.9
-"""Least share of a context length that prompts must fill; cutting between tokens loses some."""
+"""Prompts must fill at least this share of a context length; cutting between tokens loses a few tokens."""
 _PUBLISHED = (
     *("dtype", "batch_invariant", "trust_remote_code", "prompt_field", "limit", "task", "max_new_tokens", "rounds"),
     "chat_template_kwargs",
 )
-"""Options that the report shows unchanged; others appear as names, as fingerprints or under ``asked``."""
+"""Options that the report shows unchanged; other options appear as names, as fingerprints or under ``asked``."""
 
 
 def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> Report | None:
@@ -74,7 +74,7 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> Re
         report = replace(
             report,
             **about,
-            **{name: known[-1][name] for name in ("hardware", "versions", "commit")},  # this may be another machine
+            **{name: known[-1][name] for name in ("hardware", "versions", "commit")},  # another machine is possible
             commits=tuple(sorted({provenance["commit"] for provenance in known})),
             processors=tuple(sorted({provenance["hardware"]["processor"] for provenance in known})),
             processes=world,
@@ -168,7 +168,9 @@ def chosen_questions(every: Sequence[Question], options: EvaluateOptions, proces
 
 
 def _fitting(asker: Asker, config: EvaluationConfig, models: LoadedModels) -> Asker:
-    """Drop questions that, with their new tokens, exceed target or drafters; raise UserError if none is left."""
+    """Drop questions that, with their new tokens, are too long for the target or a drafter; raise UserError if none is
+    left.
+    """
     limits = [models.target.max_positions, *(drafter.max_positions for drafter in models.drafters.values())]
     longest = min((limit for limit in limits if limit is not None), default=None)
     if longest is None:
@@ -213,7 +215,8 @@ def _check_filled(asker: Asker, config: EvaluationConfig, prompts: str) -> None:
 def _account(options: EvaluateOptions, config: EvaluationConfig, models: LoadedModels, asker: Asker) -> dict[str, Any]:
     """Return the command, its settings and the fingerprints of all inputs, without local paths.
 
-    ``drafters`` maps each drafter's name in the rows to its spec; ``fingerprints`` has its weights under that spec.
+    ``drafters`` maps the name of each drafter in the rows to its spec; ``fingerprints`` maps specs to the fingerprints
+    of their weights.
     """
     trusted, specs = options.trust_remote_code, list(models.specs.values())
     names = published_specs(specs)
@@ -248,7 +251,9 @@ def _account(options: EvaluateOptions, config: EvaluationConfig, models: LoadedM
 
 
 def _training(drafter: str) -> dict[str, Any] | None:
-    """Return how long one of our drafters was trained, and on how many rows of which file; None for other drafters."""
+    """Return how long a drafter of this project was trained, and on how many rows of which file; None for other
+    drafters.
+    """
     stored = read_provenance(local_folder(drafter, weights=False))
     if stored is None:
         return None

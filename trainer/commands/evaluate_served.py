@@ -42,7 +42,7 @@ _OF_THIS_PROCESS = ("target", "drafter", "batch_size", "context", "policy", "pla
 
 
 class Cell(NamedTuple):
-    """One endpoint's answers to all questions at one concurrency (``load``), with one setting, in one round."""
+    """The answers of one endpoint to all questions in one round, at one concurrency (``load``) and with one setting."""
 
     method: Method
     setting: Setting
@@ -133,7 +133,7 @@ def _checked(options: EvaluateOptions) -> EvaluationConfig:
 
 
 def _cells(methods: Sequence[Method], config: EvaluationConfig, loads: Sequence[GridCell]) -> Iterator[Cell]:
-    """Yield the cells; the endpoints take turns, and the order is reversed every time."""
+    """Yield the cells; the endpoints alternate, and their order is reversed every time."""
     turn = count()
     for setting in settings_of(config):
         mine = [method for method in methods if method.setting == setting.name]
@@ -158,13 +158,15 @@ class _Session:
         self._server, self._options, self._questions = server, options, questions
         self._clock, self._on_answer = clock, on_answer
         self._uncached: bool | None = None
-        """True if the server accepts fields that forbid reuse of earlier requests' prefill; None if unknown."""
+        """True if the server accepts fields that forbid reuse of an earlier prefill; None if unknown."""
         self.model = model
 
     def lines(self, cell: Cell) -> list[dict[str, Any]]:
-        """Return a cell's record lines, the first with the server's counters; raise UserError if the model changes."""
+        """Return a cell's record lines, of which the first contains the server's counters; raise UserError if the model
+        changes.
+        """
         bodies = [self._body(index, cell) for index in range(len(self._questions))]
-        anew = {"cache_prompt": False, "cache_salt": f"{time.time_ns()}"}  # for llama.cpp; for vLLM and SGLang
+        anew = {"cache_prompt": False, "cache_salt": f"{time.time_ns()}"}  # llama.cpp; vLLM and SGLang
         if self._uncached is None:  # asked only for the first cell; the request also warms up the server
             self._uncached = self._server.takes({**bodies[0], **anew}, self._clock)
         before = find_counts(self._server.metrics(), self._server.served.model)
@@ -204,7 +206,9 @@ class _Session:
 
 
 def _steps(answer: StreamedAnswer) -> tuple[StepCount, ...]:
-    """Return an answer's passes as step counts, each including the target's own token; their order is unknown."""
+    """Return an answer's passes as step counts, each including the token of the target; the order of the passes is
+    unknown.
+    """
     return tuple(
         StepCount(accepted + 1, accepted, answer.drafts, answer.drafts)
         for accepted, times in enumerate(answer.passes)

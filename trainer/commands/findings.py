@@ -1,4 +1,4 @@
-"""Findings of checking commands, as printed lines, JSON and JUnit XML; and the provenance of a command."""
+"""Findings of checking commands as printed lines, JSON and JUnit XML, and the provenance of a command."""
 
 import json
 import sys
@@ -30,7 +30,9 @@ def say_findings(console: Console, findings: Sequence[Finding]) -> None:
 
 
 def summary(findings: Sequence[Finding]) -> Text:
-    """Return a command's last line: PASS, or FAIL and names of problems; and the number of notes and open checks."""
+    """Return the last line of a command: PASS, or FAIL with the names of the problems, and the numbers of notes and
+    open checks.
+    """
     problems = [finding.check for finding in findings if finding.status == "problem"]
     others = ", ".join(
         f"{count} {status}" for status in ("note", "open") if (count := sum(f.status == status for f in findings))

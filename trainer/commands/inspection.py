@@ -100,7 +100,7 @@ def _print_row(console: Console, task: _Task, row: Row, encoded: Encoded | UserE
 
 
 def marked_text(example: Example, tokenizer: PreTrainedTokenizerBase, colour: bool) -> Text:
-    """Return a sequence as text with special tokens; trained tokens are green, or in brackets without colour."""
+    """Return a sequence as text with special tokens. Trained tokens are green; without colours they are in brackets."""
     text, end, before = Text(), 0, ""
     for trained, run in groupby(example.trained.tolist()):
         end += len(list(run))

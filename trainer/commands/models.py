@@ -41,7 +41,7 @@ def read_specs(texts: Sequence[str]) -> list[DrafterSpec]:
 
 
 class LoadedModels(NamedTuple):
-    """A target, its tokenizer, and its drafters and their specs by the drafters' names in tables."""
+    """A target, its tokenizer, and the drafters and their specs by the names of the drafters in tables."""
 
     target: CausalLM
     tokenizer: PreTrainedTokenizerBase
@@ -68,7 +68,7 @@ def load_models(options: ModelOptions, drafters: Sequence[str]) -> LoadedModels:
 
 
 def published_specs(specs: Sequence[DrafterSpec]) -> list[str]:
-    """Return a distinct text for each spec, with the run's name or a publishable name instead of the path."""
+    """Return a distinct text for each spec, in which the name of the run or a publishable name replaces the path."""
     return _distinct([spec.renamed(_name_of) for spec in specs])
 
 

@@ -168,9 +168,7 @@ class ExportOptions:
 
     source: Annotated[
         Path,
-        Argument(
-            help="Folder of a training run, its final/ folder or a checkpoint; or another's draft, or its Hub id."
-        ),
+        Argument(help="Folder of a training run, its final/ folder or a checkpoint; or the draft of another trainer."),
     ]
     destination: Annotated[Path, Argument(help="Folder to create.")]
     format: Annotated[
@@ -249,7 +247,7 @@ class RegenerateOptions(shared.LoadingOptions):
         Option(
             metavar="FILE",
             help=f"{shared.PROMPTS_HELP} or conversation; or ORG/NAME on the Hub; or a known set "
-            "(docs/how-to/data.md); or self:2000 for its own.",
+            "(docs/how-to/data.md); or self:2000 to let the target write them.",
         ),
     ]
     output: Annotated[Path, Option(metavar="FILE", help=".jsonl file for the answers; existing answers are kept.")]

@@ -39,7 +39,10 @@ from trainer.terminal.console import ProgressBar, say, standard_error, standard_
 
 
 def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, Any]:
-    """Measure, print the tables, write plan.json and return the plan. Without drafters the plan does not choose."""
+    """Measure, print the tables, write plan.json and return the plan.
+
+    Without drafters the plan predicts gains and chooses nothing.
+    """
     watched, console = console or standard_error(), console or standard_output()
     specs = read_specs(options.drafter or ())
     tokenizer = load_tokenizer(options.target, options.trust_remote_code)
@@ -98,8 +101,8 @@ def untrained_drafters(
 ) -> tuple[dict[str, Drafter], dict[str, int], dict[str, str]]:
     """Return chain drafters by kind, their numbers of parameters, and the reasons for missing kinds.
 
-    Heads share the target's lm_head. A DSpark draft has a recipe's default layers. A small draft is one layer of the
-    target.
+    Heads share the target's lm_head. The DSpark draft has as many layers as in the recipes, and the small draft
+    consists of one layer of the target.
     """
 
     def heads() -> tuple[Drafter, int]:
@@ -109,7 +112,7 @@ def untrained_drafters(
         return named_drafter("heads", made), _parameters(made)
 
     def dspark() -> tuple[Drafter, int]:
-        anything = str(tokenizer.convert_ids_to_tokens(0))  # any token can be the mask here; training needs a good one
+        anything = str(tokenizer.convert_ids_to_tokens(0))  # in training the choice of the mask token matters
         config = dspark_config(target, tokenizer, DSparkSection(block_size=DEEPEST, mask_token=anything))
         config.check_fits(target)
         made = DSparkDraft(config).to(target.device, target.dtype).eval()
@@ -124,7 +127,7 @@ def untrained_drafters(
     for kind, make in makers.items():
         try:
             drafters[kind], parameters[kind] = make()
-        except UserError as error:  # such a draft is impossible for this target
+        except UserError as error:  # this target cannot have such a draft
             left_out[kind] = str(error)
     return drafters, parameters, left_out
 
@@ -146,8 +149,9 @@ def asked_or_planned(
 ) -> Sequence[str]:
     """Return the specs of the ``given`` drafters, or of the plan in ``path``; for plain decoding there are none.
 
-    ``temperatures`` and ``batch_sizes`` belong to the texts to decode. Prints to ``notes`` why the plan may fit badly.
-    Raises UserError if both drafters and a plan are set, or if the plan has another target, drafter or dtype.
+    ``temperatures`` and ``batch_sizes`` are those of the texts that will be decoded. Prints to ``notes`` why the plan
+    may fit badly. Raises UserError if both drafters and a plan are set, or if the plan has another target, drafter or
+    dtype.
     """
     if path is None:
         return given

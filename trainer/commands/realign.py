@@ -1,6 +1,6 @@
 """`headstart realign`: distils a stale draft on answers that its newly tuned target writes.
 
-One folder contains everything; after a kill the same command resumes there. Three files contain rows: prompts.jsonl to
+One folder contains everything; after a kill the same command resumes in it. Three files contain rows: prompts.jsonl to
 learn from, choosing.jsonl to choose the best weights, and heldout.jsonl to measure. The folder also contains the
 answers to the first two files, the files of the training, realigned.json, and final/ with the draft.
 """
@@ -55,7 +55,7 @@ _NAMES = {"tokens_per_pass": "tokens per target pass", "accepted_per_drafted": "
 _TEMPERATURES = {"greedy": 0.0, "T=1": 1.0}
 
 Figures = dict[str, dict[str, Figure]]
-"""Setting -> tokens per target pass and accepted/drafted."""
+"""For each setting, the tokens per target pass and the share of drafted tokens that were accepted."""
 
 
 class HeldoutFigures(NamedTuple):
@@ -65,7 +65,7 @@ class HeldoutFigures(NamedTuple):
     heldout: int
     """Number of held-out prompts."""
     positions: int
-    """Longest text, in tokens, that both target and draft support."""
+    """Length in tokens of the longest text that both the target and the draft support."""
 
 
 def run_realign(options: RealignOptions, console: Console | None = None) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _questions(options: RealignOptions, recipe: DraftRecipe, name: str) -> Regen
         prompts=str(options.output / name),
         output=answers_to(options.output / name),
         target=options.target,
-        # This is faster, and the answers stay the same.
+        # Drafting makes this faster and does not change the answers.
         drafter=f"{_kind(recipe)}:{options.draft},tokens={recipe.draft.num_draft_tokens}",
         prompt_field=recipe.data.prompt_field,
         temperature=options.temperature,
@@ -154,7 +154,7 @@ def answers_to(prompts: Path) -> Path:
 def recipe_of(options: RealignOptions, positions: int = 1 << 30) -> DraftRecipe:
     """Return the recipe that trains the draft, with the options' overrides applied.
 
-    ``positions``: the longest text, in tokens, that both target and draft support.
+    ``positions``: length in tokens of the longest text that both the target and the draft support.
     """
     every, folder = max(1, options.steps // 10), dspark_folder(options.draft)
     draft: dict[str, Any] = {"num_draft_tokens": options.draft_tokens}

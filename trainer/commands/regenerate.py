@@ -1,7 +1,7 @@
 """`headstart regenerate`: the target answers prompts, and the answers become training data for heads or drafts.
 
 Medusa-2 calls this self-distillation (2401.10774, section 2.3.2). It helps if the target's training data is unavailable
-or the target was tuned by reinforcement learning. Answers from elsewhere would teach another distribution. The target
+or the target was tuned by reinforcement learning. Answers by other authors would teach another distribution. The target
 can also write the prompts (`trainer.data.self_written`).
 """
 
@@ -57,7 +57,7 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
     begun = _watched_for_tools(read(unread), backend, watched)
     if asked.is_stream:
         total = options.limit and options.limit * options.n
-        first = next(begun)  # if a stream cannot be read, the run fails before it creates a file
+        first = next(begun)  # read before a file is created, so that a stream that cannot be read leaves no file
         conversations: Iterator[OpenConversation] = chain([first], begun)
     else:  # check every row before answering the first
         total = sum(1 for _ in begun)
@@ -187,11 +187,14 @@ def _table(summary: Summary) -> Table:
 
 
 Backends = tuple[Backend, dict[str, Any], tuple[UserTurn, Backend] | None]
-"""A source of answers and the settings that determine them; if the target writes prompts, also how and where."""
+"""A source of answers, the settings that determine them, and the source of prompts if the target writes them."""
 
 
 def _backend(options: RegenerateOptions, wanted: SelfWritten | None) -> Backends:
-    """Return the requested backends. With an endpoint, a target is needed only to write prompts, for its template."""
+    """Return the requested backends.
+
+    With an endpoint, a target is needed only for its chat template, if it writes prompts.
+    """
     if options.target is None if wanted else (options.target is None) == (options.endpoint is None):
         more = "; self-written prompts need --target in both cases, for its chat template" if wanted else ""
         raise UserError(
@@ -266,7 +269,7 @@ def _target(options: RegenerateOptions, wanted: SelfWritten | None, sampling: Sa
     if user is not None:
         drawing = user.config(config, target.max_positions)
         writing = user, TargetBackend(target, tokenizer, drafter, drawing, options.batch_size)
-    # Other kernels may round differently.
+    # Recorded because other kernels may round differently.
     more: dict[str, Any] = {} if target.shapes == "off" else {"static": target.shapes}
     if options.batch_invariant:
         more["batch_invariant"] = True

@@ -22,12 +22,12 @@ def names(text: Any) -> Sequence[str]:
 
 
 def whole_numbers(text: Any) -> Sequence[int]:
-    """Parse comma-separated whole numbers of at least 1; duplicates and defaults as in `names`."""
+    """Parse comma-separated whole numbers of at least 1; duplicates and defaults are treated as in `names`."""
     return _numbers(text, int, "whole numbers of at least 1")
 
 
 def numbers(text: Any) -> Sequence[float]:
-    """Parse comma-separated numbers above 0; duplicates and defaults as in `names`."""
+    """Parse comma-separated numbers above 0; duplicates and defaults are treated as in `names`."""
     return _numbers(text, float, "numbers above 0")
 
 
@@ -53,7 +53,7 @@ DTYPE_HELP = "Type of the target's weights: bf16, fp16, fp32, or fast (bf16 if t
 Dtype = Annotated[str, Option(metavar="TYPE", help=DTYPE_HELP, hidden=True)]
 Trusted = Annotated[bool, Option(help="Run code that comes with a Hub model.", hidden=True)]
 BatchInvariant = Annotated[
-    bool, Option(help="Slower, but in bf16 and fp16 texts equal plain decoding's, alone or in batches.", hidden=True)
+    bool, Option(help="Make bf16 and fp16 texts equal to plain decoding, also in batches; slower.", hidden=True)
 ]
 
 

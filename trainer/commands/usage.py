@@ -1,6 +1,6 @@
 """Commands of the typer application: options from dataclasses, help, and usage errors in one sentence.
 
-However a command ends, an error, a signal or a closed pipe becomes one sentence and an exit code.
+If an error, a signal or a closed pipe ends a command, it becomes one sentence and an exit code.
 """
 
 import os
@@ -25,13 +25,13 @@ from trainer.terminal.console import quiet_libraries, say, say_error, standard_e
 from trainer.terminal.exit_codes import ExitCode, Stopped
 
 _FULL = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Phrases in PyTorch's RuntimeErrors when memory is full, on CPUs and GPUs."""
+"""Phrases by which PyTorch's RuntimeErrors say that the memory of a CPU or a GPU is full."""
 
 
 def guarded(work: Callable[[], None], debug: bool = False, resumes: bool = False) -> int:
     """Run ``work``; return its exit code. An error becomes one sentence, or with ``debug`` a traceback.
 
-    ``resumes``: the same command, started again after Ctrl-C, resumes.
+    ``resumes``: the command resumes if it is started again after Ctrl-C.
     """
     _open_closed_streams()
     try:
@@ -104,7 +104,9 @@ def _kept_traceback() -> str | None:
 
 
 def _output_is_closed() -> bool:
-    """Return True if nobody reads standard output or error any more; the broken pipe of a server does not count."""
+    """Return True if nobody reads standard output or standard error any more; a broken connection to a server does not
+    count.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             watched = select.poll()
@@ -117,7 +119,7 @@ def _output_is_closed() -> bool:
 
 
 def _open_closed_streams() -> None:
-    """Connect standard streams that the caller closed (``<&-``) to the null device; in Python they are None."""
+    """Connect standard streams that the caller closed (``<&-``), which are None in Python, to the null device."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
@@ -172,8 +174,8 @@ def command(
 ) -> Callable[[Callable[[Options], object]], Callable[[Options], object]]:
     """Make a command from a function of ``options``, a dataclass with types, defaults and help texts.
 
-    The help ends with ``examples``. ``resumes``: after a stop the same command resumes. ``failed``: the exit code if
-    the function returns False.
+    The help ends with ``examples``. ``resumes``: the command resumes if it is started again. ``failed``: the exit code
+    if the function returns False.
     """
 
     def decorate(work: Callable[[Options], object]) -> Callable[[Options], object]:

@@ -1,4 +1,4 @@
-"""The command `headstart verify`: proves that decoding is lossless, in this process or on a server."""
+"""The command `headstart verify`: tests whether decoding is lossless, in this process or on a server."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,7 +37,7 @@ _BATCH = 8
 
 
 class ProofInput(NamedTuple):
-    """The inputs of a proof. ``reference`` contains the target, the sampling controls and the end-of-text tokens."""
+    """The inputs of the tests. ``reference`` contains the target, the sampling controls and the end-of-text tokens."""
 
     reference: Reference
     tokenizer: PreTrainedTokenizerBase
@@ -46,7 +46,7 @@ class ProofInput(NamedTuple):
 
 
 def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
-    """Run the proof, print each finding and write --json; return True for PASS."""
+    """Run the tests, print each finding and write --json; return True for PASS."""
     watch = console or standard_error()
     console = watch if options.json == PRINTED else console or standard_output()
     _check(options)
@@ -139,7 +139,9 @@ def _served(options: VerifyOptions, given: ProofInput, watch: Console) -> Iterat
 
 
 def _tokens_of(writer: "ServedWriter") -> Finding:
-    """Return a finding on how the server reports tokens; it is a problem if tokenizing its texts again changes them."""
+    """Return a finding on how the server reports tokens, which is a problem if tokenizing its texts again changes the
+    texts.
+    """
     sentence = f"the server reports {writer.source}"
     if not writer.takes_ids:
         sentence += "; it does not accept token ids, so texts were sent"

@@ -1,4 +1,7 @@
-"""Answer rows on disk, which are appended as they arrive and sorted at the end. Memory holds only keys and offsets."""
+"""Answer rows on disk, which are appended as they arrive and sorted at the end.
+
+Only their keys and offsets are in memory.
+"""
 
 import json
 import os
@@ -15,15 +18,15 @@ _KEY = AnswerKey._fields
 
 
 class RowFile:
-    """A .jsonl file of rows with ``row`` and ``sample``. It grows by whole lines; memory holds only the keys."""
+    """A .jsonl file of rows with ``row`` and ``sample``. The file grows by whole lines; only the keys are in memory."""
 
     def __init__(
         self, path: Path, fields: Set[str] = frozenset(), drops: Callable[[dict[str, Any]], bool] | None = None
     ) -> None:
-        """Read the file, and cut off an incomplete last line. Raises UserError that names a damaged line.
+        """Read the file, and cut off an incomplete last line.
 
-        Each row has its key and ``fields``. ``drops`` returns True for a row that no longer counts; `settle`
-        removes it.
+        Each row has a key and ``fields``. ``drops`` returns True for a row that no longer counts and that `settle` will
+        remove. Raises UserError that names a damaged line.
         """
         self.path, self._end = path, 0
         self.offsets: dict[AnswerKey, int] = {}

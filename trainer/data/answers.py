@@ -1,4 +1,4 @@
-"""Regenerated answers: the run that requests answers, and files that survive a kill.
+"""Regenerated answers: the run that requests answers, and the files, which survive a kill.
 
 ``NAME.jsonl`` contains the answers, ``NAME.jsonl.meta.json`` their settings, and ``NAME.jsonl.failed.jsonl`` the
 conversations that were set aside, each with a reason.
@@ -80,14 +80,18 @@ class Backend(Protocol):
     def outcomes(
         self, conversations: Iterable[OpenConversation], done: Container[AnswerKey], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
-        """Yield the outcomes of conversations that are not ``done``, in small groups that are written immediately.
+        """Yield the outcomes of conversations that are not ``done``, in small groups, each of which is written
+        immediately.
 
         ``on_tokens`` is called with the number of tokens written since its last call.
         """
 
 
 class AnswerFile:
-    """The answers on disk, locked by one run. A file reopened with the same settings knows which answers are done."""
+    """The answers on disk, locked by one run.
+
+    If the file is reopened with the same settings, finished answers are recognised.
+    """
 
     def __init__(
         self, path: Path, settings: dict[str, Any], about: dict[str, Any], encoder: TranscriptEncoder | None = None
@@ -148,7 +152,7 @@ class AnswerFile:
             if self._encoder is not None:
                 self._encoder.encode(transcript)
         except UserError as error:
-            if outcome.answer_tokens is not None:  # the text without the tokens may be usable
+            if outcome.answer_tokens is not None:  # perhaps the text is usable without the tokens
                 return self._judged(replace(outcome, answer_tokens=None, prompt_tokens=None))
             return FailedConversation(conversation, "failed", f"training would reject it: {error}")
         return outcome
@@ -175,7 +179,7 @@ def _row_of(outcome: Outcome) -> dict[str, Any]:
 def described_prompts(source: Path) -> list[Any]:
     """Return what regenerated files say about their prompts: a name, or how the target wrote them, with counts.
 
-    ``source`` is a file or a folder of files. The list is empty if the answers are from elsewhere.
+    ``source`` is a file or a folder of files. The list is empty for answers that were not regenerated.
     """
     prompts = []
     for file in sorted(source.glob("*.jsonl")) if source.is_dir() else [source]:
@@ -213,9 +217,9 @@ def _begin(path: Path, set_aside: Path, settings: dict[str, Any], about: dict[st
 class Summary:
     """Counts of one run.
 
-    ``reasoned`` counts answers with reasoning, ``reasoned_only`` answers with nothing else. ``other_models`` counts
-    conversations that name another model than the one that answered. ``texts_alone`` counts conversations without the
-    target's tokens.
+    ``reasoned`` counts answers with reasoning, and ``reasoned_only`` counts answers that consist only of reasoning.
+    ``other_models`` counts conversations that name another model than the one that answered. ``texts_alone`` counts
+    conversations without the target's tokens.
     """
 
     rows: int = 0
@@ -264,10 +268,10 @@ def answer(
     total: int | None = None,
     title: str = "answering",
 ) -> Summary:
-    """Answer the conversations that the file lacks, and write each outcome as it arrives. Returns the counts.
+    """Answer the conversations that have no answer in the file, and write each outcome as it arrives.
 
-    Conversations are read only when they are needed. ``total`` is their number, if known. ``title`` is shown before the
-    progress.
+    Returns the counts. Conversations are read only when they are needed. ``total`` is the number of conversations, if
+    known. ``title`` is shown before the progress.
     """
     summary = Summary()
     tokens, before = 0, min(len(answers.done), total or 0)

@@ -1,7 +1,7 @@
-"""Training examples, mapped from a file, selected or packed; and batches of examples or of generated texts.
+"""Training examples (mapped from a file, selected or packed), and batches of examples or of generated texts.
 
-The examples of a step depend only on the seed and the step. A run therefore resumes exactly, and the number of
-processes that share a batch does not matter.
+The examples of a step depend only on the seed and the step. So a run resumes exactly, and does not depend on the number
+of processes that share a batch.
 """
 
 from bisect import bisect_left, insort
@@ -114,8 +114,8 @@ class Batch:
     def model_inputs(self) -> dict[str, Any]:
         """Return the arguments for a transformers model, to be called with ``use_cache=False``.
 
-        Padding needs no mask: it follows all tokens of a row, tokens attend only to earlier positions, and outputs at
-        padding are not read. Without a mask, attention is causal and fastest.
+        Padding needs no mask, because it follows all tokens of a row, tokens attend only to earlier positions, and
+        outputs at padding are not read. Without a mask, attention is causal and fastest.
 
         In packed documents, positions restart at 0. Without an attention mask, this makes transformers separate
         documents in every kind of layer; padding counts as one more document. With a cache, transformers would ignore
@@ -157,7 +157,7 @@ def check_documents_are_apart(model: "PreTrainedModel") -> None:
 
 
 def collate(examples: Sequence[Example], indices: Sequence[int] = ()) -> Batch:
-    """Pad examples on the right to the length of the longest; ``indices`` are their indices in the data set."""
+    """Pad examples on the right to the length of the longest example; ``indices`` are their indices in the data set."""
     longest = max(len(example.tokens) for example in examples)
     shape = (len(examples), longest)
     tokens, attention_mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -220,13 +220,13 @@ class BatchSource(Protocol):
     """
 
     def writes_at(self, step: int) -> bool:
-        """Return True if `write` must be called before this step (from 0). All processes get the same answer."""
+        """Return True if `write` must be called before this step (from 0). The result is the same on all processes."""
 
     def write(self, step: int, positions: Sequence[int]) -> Mapping[str, float]:
         """Generate the texts for this process's positions from this step on, with the draft's current weights.
 
-        All processes call this together, with all trained parameters gathered. Returns figures to log, with the same
-        keys on every process; the loop sums them over the processes.
+        All processes must call this together, with all trained parameters gathered. Returns figures to log, with the
+        same keys on every process; the loop sums the figures over the processes.
         """
 
     def examples_at(self, step: int, positions: Sequence[int]) -> list[IndexedExample]:
@@ -251,7 +251,7 @@ class Offline:
 
 
 class _Examples(Sequence[Example]):
-    """Sequences that are built on access."""
+    """Sequences that are built each time they are accessed."""
 
     def _at(self, index: int) -> Example:
         raise NotImplementedError
@@ -286,7 +286,7 @@ class StoredExamples(_Examples):
 
 
 class Packed(_Examples):
-    """Sequences from another set, joined into longer ones.
+    """Sequences of another set, joined into longer sequences.
 
     Example i contains the documents ``order[bounds[i] : bounds[i + 1]]``.
     """
@@ -320,8 +320,8 @@ def chosen(examples: Sequence[Example], indices: Int[np.ndarray, " chosen"]) -> 
 def pack(examples: Sequence[Example], max_length: int) -> Packed:
     """Pack examples by best fit into sequences of at most ``max_length`` tokens.
 
-    Examples are placed in order, each in the sequence that it fills most, so equal examples make equal sequences. They
-    are joined on access.
+    Examples are placed in order, each in the sequence that it fills most, so the same examples always make the same
+    sequences. Examples are joined each time a sequence is accessed.
     """
     packed: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (free tokens, index of the sequence), sorted

@@ -20,12 +20,12 @@ from trainer.data.sources import Row
 from trainer.recipe.common import DataSection
 
 MARKED = "the template's generation marks"
-COMPARED = "prefixes of the template compared"
+COMPARED = "comparison of the template's prefixes"
 _GOES_ON = "\ue000"  # a private-use character that no template contains
-_SHORTEST_TEXT = 8  # in tokens; shorter last pieces of a text are skipped
+_SHORTEST_TEXT = 8  # in tokens; a shorter last piece of a text is skipped
 
 _ALWAYS = frozenset({"role", "content", "name", "tool_call_id", *REASONING[1:], *UNTRAINED})
-"""Message fields that a template may ignore without harm, or that it reads under another name."""
+"""Message fields that a template may ignore without harm, or that templates read under another name."""
 
 Messages = Sequence[Message]
 
@@ -45,7 +45,9 @@ class TranscriptEncoder:
     """Encoder of transcripts with a tokenizer, according to a recipe's data section."""
 
     def __init__(self, section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> None:
-        """``ends`` are the target's `decoding.model.loading.eos_token_ids`; by default, the tokenizer's EOS."""
+        """``ends`` are the target's `decoding.model.loading.eos_token_ids`; the default is the EOS token of the
+        tokenizer.
+        """
         own = tokenizer.eos_token_id
         self._end: int | None = own if own in ends or not ends else ends[0]
         self._ends = {*ends, self._end}
@@ -74,9 +76,8 @@ class TranscriptEncoder:
         return self._template.with_tools(tools).ignored(messages)
 
     def _with_open_thinking(self, transcript: Transcript) -> tuple[Message, ...]:
-        """Return the messages; an answer that was cut off while thinking becomes reasoning if the template reads it.
-
-        If it stayed content, some templates would write an empty and closed thinking before it.
+        """Return the messages; if the template reads reasoning, an answer that was cut off while thinking becomes
+        reasoning. Otherwise some templates would write an empty, closed thinking section before it.
         """
         *before, last = transcript.messages or ({"content": ""},)
         if not last["content"].startswith("<think>") or "</think>" in last["content"]:
@@ -89,7 +90,7 @@ class TranscriptEncoder:
         messages, where = transcript.messages, transcript.where
         if transcript.format == "text":
             return Encoded(transcript, "the whole text", self._text_pieces(transcript.text))
-        is_pair = transcript.format == "prompt_answer" and template is None  # in which only the last answer is trained
+        is_pair = transcript.format == "prompt_answer" and template is None  # trains only the last answer
         answers = [message for message in messages if message["role"] == "assistant"][-1 if is_pair else 0 :]
         if answers and not any(map(is_trained, answers)):  # an empty answer would teach the model to stay silent
             return Encoded(transcript, "no answer (each is empty or excluded)", ())
@@ -113,7 +114,9 @@ class TranscriptEncoder:
         return tuple(Example(tuple(piece), (True,) * len(piece), 0) for piece in pieces if len(piece) >= _SHORTEST_TEXT)
 
     def _answer_behind_prompt(self, transcript: Transcript) -> Example:
-        """Join prompt, answer and end-of-text token without a template; a cut-off answer gets no end-of-text token."""
+        """Join prompt, answer and end-of-text token without a template; no end-of-text token follows an answer that was
+        cut off.
+        """
         *before, answer = (message["content"] for message in transcript.messages)
         prompt_tokens: list[int] = self._tokenizer("\n".join(before))["input_ids"]
         answer_tokens = encode_continuation(answer, self._tokenizer)
@@ -123,9 +126,10 @@ class TranscriptEncoder:
         return Example(tuple(prompt_tokens + answer_tokens), tuple(mask), len(prompt_tokens))
 
     def _own_tokens(self, transcript: Transcript, template: "ChatTemplate | None") -> tuple[Example, ...]:
-        """Return one sequence per answer, made of exactly the tokens that the target wrote.
+        """Return one sequence per answer, with exactly the tokens that the target wrote.
 
-        Tokenizing the answer's text again may lead to other tokens, and a cut-off answer has no end to train.
+        Tokenizing the text of the answer again may lead to other tokens, and an answer that was cut off has no end to
+        train.
         """
         messages, where, written = transcript.messages, transcript.where, transcript.answer_tokens
         indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -149,7 +153,9 @@ class TranscriptEncoder:
         return tuple(example for example, index in zip(examples, indices, strict=True) if is_trained(messages[index]))
 
     def _with_end(self, tokens: list[int], messages: Messages, template: "ChatTemplate | None") -> list[int]:
-        """Return an answer's tokens, with the end token that some servers leave out, if the template writes it."""
+        """Return an answer's tokens with the end token, which some servers leave out, if the template writes this
+        token.
+        """
         end, last = self._end, self._tokenizer.added_tokens_decoder.get(tokens[-1])
         if end is None or tokens[-1] in self._ends or (last is not None and last.special):
             return tokens
@@ -161,7 +167,7 @@ class TranscriptEncoder:
         return integers and self._vocabulary.issuperset(tokens)
 
     def _reads(self, tokens: Any, answer: dict[str, Any], truncated: bool) -> bool:
-        """Return True if ``tokens`` are token ids that spell the answer; with reasoning, they may spell more."""
+        """Return True if ``tokens`` are token ids that spell the answer; if there is reasoning, they may spell more."""
         if not isinstance(tokens, list) or not self._knows(tokens) or (not tokens and is_trained(answer)):
             return False
         text, content = read_answer(self._tokenizer, tokens, truncated).strip(), answer["content"].strip()
@@ -187,7 +193,7 @@ def read_answer(tokenizer: PreTrainedTokenizerBase, tokens: list[int], truncated
 
 
 def whole_characters(answer: str, truncated: bool) -> str:
-    """Return the answer; if it was truncated, half a character at its end is removed."""
+    """Return the answer without the incomplete character with which a truncated answer may end."""
     return answer.rstrip("\N{REPLACEMENT CHARACTER}") if truncated else answer
 
 
@@ -196,8 +202,8 @@ class ChatTemplate:
 
     A template with ``{% generation %}`` marks says which tokens are the assistant's. Without marks, the prompt for an
     answer is compared with the conversation that includes the answer; the difference is the answer. Some templates
-    write earlier turns differently once later turns follow (Qwen3 omits their thinking). Then each answer has its own
-    sequence, which is what the target saw when it wrote the answer.
+    write earlier turns differently once later turns follow (Qwen3 omits their thinking). With such a template each
+    answer has a separate sequence: the text that the target saw when it wrote the answer.
     """
 
     def __init__(
@@ -262,10 +268,10 @@ class ChatTemplate:
         return self._render(messages).rstrip().endswith(str(self._tokenizer.convert_ids_to_tokens(end)))
 
     def encode(self, messages: Messages, where: str, cut_off: bool = False) -> list[Marked]:
-        """Return one sequence, or one per answer; ``where`` names the row in errors.
+        """Return one sequence, or one sequence per answer; ``where`` names the row in errors.
 
-        With ``cut_off``, the end that the template adds after the last answer is not marked, because the target did not
-        write it.
+        With ``cut_off``, the end that the template adds after the last answer is not marked as trained, because the
+        target did not write it.
         """
         if not any(message["role"] == "assistant" for message in messages):
             raise UserError(f"{where}: the conversation lacks an assistant's answer to train on")
@@ -280,7 +286,9 @@ class ChatTemplate:
         return encoded
 
     def _by_marks(self, messages: Messages, where: str) -> list[Marked]:
-        """Return one sequence, or one per answer if the template rewrites answers once others follow."""
+        """Return one sequence, or one sequence per answer if the template writes answers differently once others
+        follow.
+        """
         whole = self._marked(messages, where)
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if len(answers) == 1:
@@ -311,7 +319,8 @@ class ChatTemplate:
     def _without_end(self, messages: Messages, marked: Marked) -> Marked:
         """Unmark the end that the template adds after the last answer.
 
-        It begins at the first character that changes if the answer, or its reasoning without content, grows.
+        To find where this end begins, make the answer (or reasoning without content) longer: the end begins at the
+        first character that changes.
         """
         *before, last = messages
         text = self._render(messages)
@@ -373,7 +382,7 @@ class ChatTemplate:
 
 
 def _extras(messages: Messages) -> dict[str, list[Message]]:
-    """Return, by each field that a template should read, the messages without this field.
+    """Map each field that a template should read to a copy of the messages without this field.
 
     All names of reasoning count as one field.
     """
@@ -393,6 +402,6 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, section: DataSection) -> C
             raise UserError(f"chat template {file} does not exist: set data.chat_template to a Jinja file")
         given = Path(file).read_text(encoding="utf-8")
     elif tokenizer.chat_template is None:
-        with_variables("", variables)  # rejects any variables
+        with_variables("", variables)  # raises an error, because without a template no variable can be set
         return None
     return ChatTemplate(tokenizer, given, variables=variables)

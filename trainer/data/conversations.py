@@ -33,13 +33,13 @@ from trainer.recipe.common import DataSection
 ANSWER_TOKENS = "answer_tokens"
 """Field in which `headstart regenerate` stores the target's tokens: a list of token ids per answer."""
 PROMPT_TOKENS = "prompt_tokens"
-"""Field in which it stores the tokens before each answer, as a server rendered them."""
+"""Field in which `headstart regenerate` stores the tokens before each answer, as a server rendered them."""
 TRUNCATED = "truncated"
 """Field in which `headstart regenerate` records that the last answer was cut off and lacks its end token."""
 _ASKED = ("role", "content", "name", "tool_call_id")
 """Message fields that are sent to a target."""
 _TOLD = (ANSWER_TOKENS, PROMPT_TOKENS, TRUNCATED, "tools", "functions")
-"""Columns about a conversation."""
+"""Columns that describe a conversation without being part of its messages."""
 _CALLED = "called"
 """Field of a recorded tool result in a turn: the name of the function that was called; it is not sent."""
 
@@ -72,7 +72,7 @@ class Transcript:
 
 
 def transcript_of(row: Row, section: DataSection) -> Transcript:
-    """Interpret a row as the recipe's data section says; raise a UserError that names an unusable row."""
+    """Interpret a row according to the recipe's data section; raise a UserError that names an unusable row."""
     fields, where = row.fields(), row.where
     format = _format_of(fields, section, where)
     if format == "text":
@@ -147,7 +147,7 @@ def _format_of(fields: dict[str, Any], section: DataSection, where: str) -> Form
 
 
 class AnswerKey(NamedTuple):
-    """Identity of an answer: the line in the source (from 1) and the sample of that line (from 0)."""
+    """Identity of an answer: the line in the source (from 1), and the number of the sample for this line (from 0)."""
 
     row: int
     sample: int
@@ -157,13 +157,13 @@ class AnswerKey(NamedTuple):
 class OpenConversation:
     """A conversation to be answered. ``turns[i]`` are the messages between answers i - 1 and i.
 
-    Recorded results of tools in turn i belong, in order, to the calls of answer i - 1. If that answer did not make
-    their calls, the conversation ends with it.
+    Recorded results of tools in turn i belong, in order, to the calls of answer i - 1. If that answer does not make the
+    same calls, the conversation ends with the answer.
 
     ``index`` (from 0) counts all conversations of a run and determines the seeds. Without ``chat`` there is one turn
     with one message, whose text is continued. ``tools`` are the functions that the target may call. ``model`` is the
-    model that the row names. ``spelled`` are the tokens to continue if they differ from the tokens of the text. If a
-    turn has no messages, the target itself writes the user's message.
+    model that the row names. ``spelled`` are the tokens to continue, if these are not the tokens of the text. If a turn
+    has no messages, the target itself writes the user's message.
     """
 
     key: AnswerKey
@@ -193,9 +193,10 @@ class OpenConversation:
         return turn
 
     def goes_on(self, answers: Sequence[Message], spelled: bool = False) -> bool:
-        """Return True if a turn is left, and the last answer made the calls whose recorded results begin that turn.
+        """Return True if a turn is left, and the last answer made the calls whose recorded results begin this turn.
 
-        With ``spelled`` the calls are part of an answer's text, which must contain the names of the functions.
+        With ``spelled`` the calls are part of the text of an answer, so the text must contain the names of the
+        functions.
         """
         if not answers or len(answers) == len(self.turns):
             return not answers
@@ -213,7 +214,7 @@ class OpenConversation:
 
 
 def answer_message(content: str, **unspoken: Any) -> Message:
-    """Return an answer as a message, with the non-empty fields among `decoding.fields.UNSPOKEN`."""
+    """Return an answer as a message, including those fields in `decoding.fields.UNSPOKEN` that are not empty."""
     return {"role": "assistant", "content": content, **{name: held for name, held in unspoken.items() if held}}
 
 
@@ -281,7 +282,7 @@ def _turns(messages: Sequence[Message], where: str) -> tuple[tuple[Message, ...]
             asked = {name: message[name] for name in _ASKED if message.get(name) is not None}
             if message["role"] == "tool":
                 named = [name for call_id, name in made if call_id and call_id == asked.get("tool_call_id")]
-                named += [asked.get("name"), *(name for _, name in made[len(turns[-1]) :])]  # without ids in order
+                named += [asked.get("name"), *(name for _, name in made[len(turns[-1]) :])]  # by order, without ids
                 asked[_CALLED] = next(filter(None, named), None)
             turns[-1].append(asked)
         if turns[-1] and message["role"] == ("assistant" if answered else "user"):
@@ -308,8 +309,8 @@ def read_heldout(
 ) -> list[tuple[OpenConversation, tuple[int, ...]]]:
     """Return the first ``limit`` prompts of a file with their token ids, skipping prompts that are too long.
 
-    ``holds`` is the longest text, in tokens, that both target and speculator support. Raises UserError if no prompt is
-    left.
+    ``holds`` is the length in tokens of the longest text that both the target and the speculator support. Raises
+    UserError if no prompt is left.
     """
     chat = tokenizer.chat_template is not None
     conversations = read_conversations(path, field, limit, 1, chat)

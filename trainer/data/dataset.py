@@ -62,7 +62,7 @@ class Dataset:
 
     @property
     def fill(self) -> float:
-        """Share of the sequences' capacity (``max_length`` tokens each) that is filled with tokens."""
+        """Share of the capacity of the sequences (``max_length`` tokens each) that is filled with tokens."""
         return self.account.tokens / (len(self.examples) * self.max_length)
 
     def describe(self) -> str:
@@ -162,7 +162,7 @@ def _load_prompts(path: str, section: DataSection, tokenizer: PreTrainedTokenize
 
 
 def not_held_out(heldout: str, train: str) -> str:
-    """Return a warning that two settings name the same data."""
+    """Return a warning that the settings of training data and held-out data name the same data."""
     return f"warning: {heldout} is the same data as {train}, so held-out figures are measured on training data"
 
 
@@ -186,12 +186,12 @@ def heldout_prompts(examples: Sequence[Example], count: int, prompt_tokens: int,
 
 _SEQUENCES, _ACCOUNT = "sequences.arrow", "account.json"
 _FEW_ROWS, _FEW_BYTES = 256, 1 << 20
-"""Up to these sizes, tokenizing is as fast as looking up the cached file."""
+"""For sources up to these sizes, tokenizing is as fast as looking up the cached file."""
 _DECIDES = (
     *("format", "text_field", "prompt_field", "answer_field", "max_length", "max_rows", "bad_rows"),
     "chat_template_kwargs",
 )
-"""Fields of a data section that determine the sequences, apart from the chat template's file and the source."""
+"""Fields of a data section that determine the sequences, in addition to the chat template's file and the source."""
 _CODE = ("sources", "conversations", "chat", "marks", "encoding", "batch", "dataset")
 
 Tokenized = tuple[Sequence[Example], Int[np.ndarray, " rows"], Account]
@@ -201,10 +201,10 @@ Tokenized = tuple[Sequence[Example], Int[np.ndarray, " rows"], Account]
 def load_sequences(
     source: RowSource, section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()
 ) -> Tokenized:
-    """Return the sequences of a source from the cache, which is filled if needed; few rows are only kept in memory.
+    """Return the sequences of a source from the cache, which is filled if needed.
 
-    ``ends`` are as in `TranscriptEncoder`. The first process on a machine tokenizes while the others wait. Raises
-    UserError for bad rows and for a cache that cannot be written.
+    Small sources are only kept in memory. ``ends`` are as in `TranscriptEncoder`. The first process on a machine
+    tokenizes while the others wait. Raises UserError for bad rows and for a cache that cannot be written.
     """
     if source.num_bytes is not None and (
         source.num_bytes <= _FEW_BYTES or (section.max_rows is not None and section.max_rows <= _FEW_ROWS)

@@ -18,9 +18,9 @@ from trainer.data.conversations import transcript_of
 from trainer.data.sources import Row, RowSource
 from trainer.recipe.common import DataSection
 
-_NAMED_ROWS = 5  # number of bad rows that are named; all are counted
+_NAMED_ROWS = 5  # number of bad rows that are named; the others are only counted
 _ROWS_AT_ONCE = 64
-_START = "spawn"  # a fork would inherit the locks of this process's threads, and its devices
+_START = "spawn"  # a fork would inherit the locks of this process's threads, and its use of devices
 
 
 @dataclass
@@ -28,15 +28,15 @@ class Account:
     """Counts of a source's rows and of their sequences."""
 
     formats: Counter[str] = field(default_factory=Counter)
-    """Format -> number of rows."""
+    """Number of rows by format."""
     fields: Counter[str] = field(default_factory=Counter)
-    """Fields of prompt and answer, such as "question with answer" -> number of rows."""
+    """Number of rows by the fields of prompt and answer, such as "question with answer"."""
     mask_sources: Counter[str] = field(default_factory=Counter)
-    """How the trained tokens were found -> number of rows."""
+    """Number of rows by how the trained tokens were found."""
     ignored: Counter[str] = field(default_factory=Counter)
-    """Part of a conversation that the chat template ignores, such as "tools" -> number of rows."""
+    """Number of rows by part of a conversation that the chat template ignores, such as "tools"."""
     unread: Counter[str] = field(default_factory=Counter)
-    """Column that is neither read nor known as metadata -> number of rows."""
+    """Number of rows by column that is neither read nor known as metadata."""
     sequences: int = 0
     """Number of sequences before packing."""
     tokens: int = 0
@@ -46,7 +46,7 @@ class Account:
     skipped: int = 0
     """Skipped sequences: the first answer starts after ``max_length``, or the text has fewer than 8 tokens."""
     bad_rows: int = 0
-    """Number of unusable rows, all of them skipped."""
+    """Number of unusable rows, all of which are skipped."""
     named: list[str] = field(default_factory=list)
     """The first bad rows with their errors."""
 
@@ -56,7 +56,7 @@ class Account:
         return sum(self.formats.values()) + self.bad_rows
 
     def count(self, encoded: Encoded, kept: Sequence[Example | None]) -> None:
-        """Count a row with its sequences, and with the part that is kept of each."""
+        """Count a row with its sequences and the parts of these sequences that are kept."""
         self.formats[encoded.transcript.format] += 1
         self.mask_sources[encoded.mask_source] += 1
         self.ignored.update(encoded.ignored)
@@ -89,7 +89,10 @@ class RowEncoder:
         self._encoder = TranscriptEncoder(section, tokenizer, ends)
 
     def encode(self, row: Row) -> Encoded | UserError:
-        """Return a row's sequences. For a bad row, raise its UserError, or return it if the section skips bad rows."""
+        """Return a row's sequences.
+
+        For a bad row, raise the UserError, or return the error if the section skips bad rows.
+        """
         try:
             return self._encoder.encode(transcript_of(row, self._section))
         except UserError as error:

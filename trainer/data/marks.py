@@ -1,4 +1,4 @@
-"""The characters between a chat template's generation marks, and the tokens that spell them."""
+"""Finds the characters between the generation marks of a chat template, and the tokens that spell these characters."""
 
 import re
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Marked(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Number of tokens up to the last marked one."""
+        """Number of tokens up to and including the last marked token."""
         return max((index + 1 for index, mark in enumerate(self.trained) if mark), default=0)
 
 
@@ -62,8 +62,8 @@ def read_spans(rendered: str) -> tuple[str, Spans]:
 class TokenMarker:
     """A tokenizer that marks the tokens of parts of a text.
 
-    transformers' own mask compares only the first and the last character of a part with the offsets of the tokens. It
-    therefore misses bytes of characters, and spaces that the offsets leave out.
+    The mask of transformers compares only the first and the last character of a part with the offsets of the tokens. So
+    it misses bytes of characters, and spaces that the offsets leave out.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -74,7 +74,7 @@ class TokenMarker:
     def mark(self, text: str, spans: Spans, where: str | None = None) -> Marked:
         """Tokenize the text, and mark each token with a character in ``spans``.
 
-        With ``where``, which names the row, raise a UserError for a token that also has a character outside.
+        If ``where`` names the row, raise a UserError for a token with characters both inside and outside ``spans``.
         """
         tokens, offsets = self.spell(text)
         inside = np.zeros(len(text) + 2, np.int64)

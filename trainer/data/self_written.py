@@ -1,4 +1,4 @@
-"""Prompts that the target writes itself: its continuations after its chat template has opened a user's turn.
+"""Prompts that the target writes itself: it continues a text that ends where the chat template opens a user's turn.
 
 Magpie (2406.08464) makes data from chat models in this way. A draw is removed and counted if it has no end, contains
 control tokens, is too short, only repeats one phrase, or repeats an earlier draw.
@@ -28,13 +28,15 @@ LONGEST = 128
 """Longest prompt in tokens, including its end token."""
 _SHORTEST = 4
 _FIRST_DRAWS, _DRAWS_PER_PROMPT = 256, 10
-"""If a target needs more draws than this per prompt, after at least so many in all, the run stops."""
+"""After the first number of draws, the run stops if a prompt needs more draws than the second number."""
 _MARK = "\ue000"  # a private-use character that no template contains
 _NAME = "self:"
 
 
 class SelfWritten(NamedTuple):
-    """A request for ``number`` prompts in conversations of ``turns`` user's turns, without the prompts of a file."""
+    """A request for ``number`` prompts, in conversations with ``turns`` turns of the user, except the prompts in a
+    file.
+    """
 
     number: int
     turns: int
@@ -44,7 +46,7 @@ class SelfWritten(NamedTuple):
 def read_request(prompts: str, limit: int | None = None) -> SelfWritten | None:
     """Read ``self:COUNT[,turns=N][,except=FILE]``; None for other prompts. Raises UserError for malformed options.
 
-    ``limit`` is the most prompts to ask for.
+    ``limit`` is the largest number of prompts to ask for.
     """
     if not prompts.startswith(_NAME):
         return None
@@ -61,7 +63,9 @@ class UserTurn:
     """The tokens that open a user's turn in a tokenizer's chat template, and the token that ends it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raise UserError for a tokenizer without a chat template, or if the template shows neither opening nor end."""
+        """Raise UserError for a tokenizer without a chat template, or if the opening or the end of a turn cannot be
+        found.
+        """
         if tokenizer.chat_template is None:
             raise UserError("the target has no chat template, so it cannot write prompts: use a file of texts")
         self._tokenizer = tokenizer
@@ -95,10 +99,9 @@ class UserTurn:
         return before, message, behind
 
     def config(self, config: DecodingConfig, context: int | None) -> DecodingConfig:
-        """Return the settings that decode a prompt, with other seeds than the answers; ``context`` is the target's.
-
-        The draws of two runs with different seeds have nothing in common, although draw i of a run has the run's seed
-        plus i.
+        """Return the settings that decode a prompt, with other seeds than the answers; ``context`` is the context
+        length of the target. Draw i of a run has the run's seed plus i, but draws of runs with different seeds have
+        nothing in common.
         """
         drawn = int.from_bytes(sha256(f"self-written {config.seed}".encode()).digest()[:7], "big")
         most = min(LONGEST, (context or 2 * LONGEST) // 2)
@@ -106,7 +109,9 @@ class UserTurn:
         return replace(config, max_new_tokens=most, sampling=WRITING, eos_token_ids=ends, seed=drawn)
 
     def fault(self, text: str, tokens: Sequence[int] | None, truncated: bool) -> str | None:
-        """Return why a turn cannot be used, or None; ``tokens`` are its tokens including the end, if they are known."""
+        """Return why a turn cannot be used, or None; ``tokens`` are the turn's tokens including its end, if they are
+        known.
+        """
         if truncated:
             return "without an end"
         spelled: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -128,8 +133,8 @@ def _words(text: str) -> str:
 class PromptDraws:
     """The draws of a target, as a `Backend` whose answers are prompts; and the usable prompts among them.
 
-    Conversations are drawn in groups until enough prompts are usable. As this depends only on the draws of finished
-    groups, a run that was killed and started again ends with the same prompts.
+    Conversations are drawn in groups until enough prompts are usable. This depends only on the draws of finished
+    groups, so a run that was killed and started again ends with the same prompts.
     """
 
     encoder = None

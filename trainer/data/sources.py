@@ -51,11 +51,11 @@ PRESETS = {
     "gsm8k": Preset("openai/gsm8k:main", "question", "mit"),
     "codealpaca": Preset("sahil2801/CodeAlpaca-20k", "instruction", "cc-by-4.0"),
 }
-"""Sets of prompts by name."""
+"""Sets of prompts on the hub, by their names in commands."""
 
 
 class Row(NamedTuple):
-    """One row: its fields by name, or the reason why it does not have fields."""
+    """One row: its fields by name, or the error that explains why there are none."""
 
     where: str
     """The row's location for error messages: file and line, or data set and row."""
@@ -154,7 +154,7 @@ def _downloaded(name: str, hub: HubName, config: str | None, section: DataSectio
 
 
 def _streamed(_: str, hub: HubName, config: str | None, section: DataSection) -> RowSource:
-    """Return a stream whose name omits the revision, so that the same commit always shares cached tokens."""
+    """Return a stream whose name omits the revision, so that all names of a commit share the cached tokens."""
     name = ":".join(part for part in (hub.repo_id, config) if part)
     commit = _commit_of(hub)
     fingerprint = hashlib.sha256(repr((name, section.split, commit, "streamed")).encode()).hexdigest()
@@ -201,7 +201,7 @@ class _Stream:
                 "a part "
             )
             remedy += "with data.max_rows or --limit"
-            raise UserError(f"it lacks the split {self.split!r}, only {' and '.join(splits)}", remedy)
+            raise UserError(f"it lacks the split {self.split!r}; it has {' and '.join(splits)}", remedy)
         rows: Iterable[dict[str, Any]] = splits[self.split]
         return rows
 

@@ -54,7 +54,7 @@ def label_of(text: str) -> str:
 
 
 def tree_of(step: Step, text_of: Callable[[int], str]) -> dict[str, Any] | None:
-    """Return a step's candidate tree as nested nodes, with the target's own token after the kept ones.
+    """Return a step's candidate tree as nested nodes, with the token of the target after the kept nodes.
 
     A node has a ``label``, a ``kind`` (root, kept, dropped or written) and ``children`` in the order of drafting.
     Returns None if nothing was drafted.
@@ -225,7 +225,7 @@ class Answers:
             race.close()
 
     def look(self, request: gr.Request, number: Any) -> str:
-        """Show a step and stay on it while the texts grow; at the last step, follow the text again."""
+        """Show a step and stay on it while the texts grow; if it is the last step, follow the text again."""
         race, index = self.races.get(str(request.session_hash)), int(number_of("the pass", number))
         if race is not None:
             race.shown_step = index if index < len(race.speculative.steps) - 1 else None
@@ -277,7 +277,7 @@ def _sentence(error: UserError) -> str:
 _SANS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Liberation Sans", "DejaVu Sans", "sans-serif")
 _MONO = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace")
 _ENTRIES = ("/gradio_api/queue/join", "/gradio_api/run/predict")
-"""Paths to which the page sends its inputs. All other paths of Gradio, including uploads, are closed."""
+"""Paths to which the page sends its inputs. All others, including uploads, are closed."""
 _READING = ("GET", "HEAD", "OPTIONS")
 _HEADERS = {
     "X-Frame-Options": "DENY",
@@ -340,7 +340,7 @@ class AccessFilter:
         return None
 
     def _refused_entry(self, body: bytes) -> str | None:
-        """Return why a body is not valid input; valid input has one plain value for each input of the event."""
+        """Return why the body of a request is invalid; a valid body has one plain value for each input of the event."""
         if len(body) > _LONGEST_REQUEST:
             return f"the request is longer than {_LONGEST_REQUEST} bytes: shorten the prompt"
         try:

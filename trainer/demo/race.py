@@ -22,7 +22,7 @@ from decoding.speculation import named_rule
 from decoding.text import Detokenizer, Piece, Step, Tally, step_pieces
 
 AUTOMATIC = "automatic"
-"""The rule that `DecodingConfig` chooses: greedy at temperature 0, else the lossless rule that accepts most."""
+"""The rule that `DecodingConfig` chooses: greedy at temperature 0, otherwise the lossless rule that accepts most."""
 MOST_NEW_TOKENS = 2048
 LONGEST_PROMPT = 100_000
 """Longest prompt in characters."""
@@ -107,7 +107,7 @@ class Side:
 
 
 class Ending(NamedTuple):
-    """The comparison of two finished texts.
+    """The result of comparing two finished texts.
 
     ``alike``: number of equal leading tokens. ``conclusion``: "equal", or why the texts differ: "stopped" before the
     end; "sampled" tokens; a "near-tie" of logits ``margin`` apart, which rounding can reverse; or an unexplained
@@ -120,13 +120,14 @@ class Ending(NamedTuple):
 
 
 class Race:
-    """A prompt decoded plainly and speculatively. The side that has used less time takes the next step. The page thus
-    always shows both texts as if each had its own machine and the same time. Each side counts only the seconds of its
-    own steps.
+    """A prompt decoded plainly and speculatively.
+
+    The side that has used less time takes the next step, and each side counts only the seconds of its own steps. So
+    both texts always look as if each ran on a separate machine for the same time.
     """
 
     def __init__(self, models: Models, engine: Engine, prompt: Sequence[int], config: DecodingConfig) -> None:
-        """Start both sides, the speculative one with ``engine`` and ``config``.
+        """Start both sides; the speculative side uses ``engine`` and ``config``.
 
         Raises UserError for a bad prompt or rule.
         """
@@ -171,7 +172,7 @@ class Race:
     def _compare(self) -> Ending:
         """Compare the texts.
 
-        In bf16 a near-tie can go either way, so the margin at the first different token is checked.
+        In bf16 a near-tie may be decided differently, so the margin at the first different token is checked.
         """
         plain, mine = self.plain.tokens, self.speculative.tokens
         alike = common_length(plain, mine)

@@ -105,7 +105,7 @@ def free_bytes() -> int | None:
     try:
         limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         fields = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no container, or a container without a limit ("max")
+    except (OSError, ValueError):  # not in a container, or in a container without a limit ("max")
         return free
     return min(free, max(0, limit - used + int(fields.get("inactive_file", 0))))  # caches are freed when needed
 
@@ -119,7 +119,9 @@ def _free_beneath(path: Path) -> int:
 
 
 def package_findings(requires: Sequence[str] | None, version_of: Callable[[str], str | None]) -> list[Finding]:
-    """Compare installed packages with a distribution's requirements; None if it is not installed."""
+    """Compare installed packages with the requirements of a distribution; return None if the distribution is not
+    installed.
+    """
     if requires is None:
         sentence = f"{_DISTRIBUTION} runs from its folder without being installed, so its requirements are unknown"
         return [note(_DISTRIBUTION, sentence, "pip install -e . in its folder")]

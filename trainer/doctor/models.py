@@ -1,4 +1,6 @@
-"""Checks that a target loads and drafters fit it: by configs, tokenizers and weight headers, then by decoding."""
+"""Checks that a target loads and that drafters fit it: first by configs, tokenizers and headers of weights, then by
+decoding.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -60,7 +62,7 @@ class Skeleton(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of its weights in memory."""
+        """Bytes of the model's weights in memory."""
         return sum(parameter.nbytes for parameter in self.model.model.parameters())
 
 
@@ -107,7 +109,10 @@ def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Fi
 
 
 def fitting_recipes(target: CausalLM) -> tuple[str, ...]:
-    """Return the names in recipes/any that train for a target. A target that verifies only chains cannot be a draft."""
+    """Return the names in recipes/any that can train drafters for a target.
+
+    A target that verifies only chains cannot be a draft.
+    """
     if why_no_chains(target.model):
         return ()
     return ("medusa1", "draft") if target.no_trees is None else ("medusa1", "dspark")
@@ -150,7 +155,7 @@ def target_findings(target: Skeleton) -> list[Finding]:
 
 
 def check_vocabulary(target: Skeleton) -> Finding:
-    """Compare the tokenizer's number of tokens with the model's; the model may have padding."""
+    """Compare the number of tokens of the tokenizer and the model; the model may have padding."""
     known, named = target.model.vocab_size, len(target.tokenizer)
     sentence = f"the tokenizer has {named} tokens and the model has {known}"
     if target.tokenizer.vocab_size > known:
@@ -220,7 +225,8 @@ def check_drafter(spec: DrafterSpec, target: Skeleton, trusted: bool = False) ->
 
 
 def layout_findings(spec: DrafterSpec) -> list[Finding]:
-    """Say which layout a DSpark or EAGLE-3 draft has and which servers run it as trained, by its config.json alone.
+    """Read only the config.json of a DSpark or EAGLE-3 draft; say which layout it has and which servers run it as it
+    was trained.
 
     Raises UserError for other drafters.
     """

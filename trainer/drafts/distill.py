@@ -30,7 +30,7 @@ AnyDraft = CausalLM | DSparkDraft | Eagle3Draft
 
 
 def drafter_of(draft: AnyDraft, tokens: int) -> Drafter:
-    """Make a drafter of chains of ``tokens``; a DSpark draft's chains have its block size.
+    """Make a drafter of chains of ``tokens``; for a DSpark draft the length of a chain is the block size.
 
     On CUDA an ordinary draft decodes with CUDA graphs if possible.
     """
@@ -95,14 +95,16 @@ class DraftInputs(NamedTuple):
     """Positions before the labels, in the flattened batch."""
     labels: Int[Tensor, " labels"]
     teacher: Teacher | None
-    """The target's distribution at the labels; None if the loss is cross entropy alone."""
+    """The target's distribution at the labels; None if the only loss is cross entropy."""
 
 
 class DistillTraining(nn.Module):
-    """The draft with its loss."""
+    """The module that is trained: the draft, which computes its loss in the forward pass."""
 
     def __init__(self, initial: InitialDraft, loss: LossSection, vocab_size: int) -> None:
-        """``vocab_size`` is the target's; further tokens of the draft are neither trained nor decoded."""
+        """``vocab_size`` is the size of the target's vocabulary; further tokens of the draft are neither trained nor
+        decoded.
+        """
         super().__init__()
         check_logits(initial.model, "draft")
         self.draft: PreTrainedModel = initial.model.train()

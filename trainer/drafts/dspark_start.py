@@ -1,4 +1,4 @@
-"""A DSpark draft before training: its sizes, its mask token and vocabulary, and its first weights."""
+"""A DSpark draft before training: its sizes, mask token, vocabulary and initial weights."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ from trainer.target.initial import fit_states, most_frequent_trained, start_bias
 from trainer.target.loading import OnlineTarget
 
 SCALED = ("linear", "yarn")
-"""Scaled rotary embeddings of a target that its drafts take over. llama.cpp cannot scale a draft's in other ways."""
+"""Scalings of rotary embeddings that drafts take over from their target. llama.cpp supports no others for a draft."""
 _UNSCALED = ("rope_theta", "partial_rotary_factor")
 
 
@@ -59,7 +59,9 @@ def initial_dspark(
 def _stored_draft(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, name: str, of_draft: DraftSection
 ) -> DSparkDraft:
-    """Load a draft to train further; raise UserError if its sizes differ from the section's (None fits any)."""
+    """Load a draft to train further; raise UserError if its sizes differ from those in the section (None fits any
+    size).
+    """
     section = of_draft.dspark
     assert section is not None, "the recipe asks for a DSpark draft"
     draft = load_dspark(name, target).float().requires_grad_(True).train()
@@ -100,7 +102,10 @@ def _stored_draft(
 def dspark_config(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DSparkSection, used: Collection[int] = ()
 ) -> DSparkConfig:
-    """Return the sizes of a recipe's draft; the defaults are `layer_sizes`. A token in ``used`` cannot be the mask."""
+    """Return the config of a recipe's draft; sizes default to `layer_sizes`.
+
+    A token in ``used`` cannot be the mask token.
+    """
     rope, taps = rotary_of(target), section.taps or spread_taps(target.num_layers)
     check_taps("draft.dspark.taps", taps, target)
     scaled = rope.get("rope_type") in SCALED and section.rope_theta is None
@@ -132,9 +137,9 @@ def check_taps(name: str, taps: Sequence[int], target: CausalLM) -> None:
 
 
 def layer_sizes(target: CausalLM) -> dict[str, Any]:
-    """Return the sizes of the target's layers, by a draft's names for them.
+    """Return the sizes of the target's layers, under the names that a draft's config uses.
 
-    Attention heads have the target's width, or the next wider one for which servers have a kernel.
+    Attention heads have the target's width, or the next larger width for which servers have a kernel.
     """
     config, width = target.model.config.get_text_config(decoder=True), target.hidden_size
     heads = config.num_attention_heads
@@ -159,7 +164,7 @@ def rotary_of(target: CausalLM) -> dict[str, Any]:
 
 
 def spread_taps(layers: int) -> tuple[int, ...]:
-    """Return three evenly spaced layers, five if ``layers`` is at least 24, from the second to the last but one."""
+    """Return three evenly spaced layers (five if ``layers`` is at least 24) from the second to the second-to-last."""
     count, highest = (5 if layers >= 24 else 3), layers - 2
     lowest = min(1, highest)
     return tuple(sorted({lowest + index * (highest - lowest) // (count - 1) for index in range(count)}))
@@ -168,10 +173,10 @@ def spread_taps(layers: int) -> tuple[int, ...]:
 def mask_token(
     tokenizer: PreTrainedTokenizerBase, vocab_size: int, name: str | None = None, used: Collection[int] = ()
 ) -> int:
-    """Return the id of a token that no text contains: neither one of ``used`` nor in the chat template.
+    """Return the id of a token that no text contains: it is not in ``used`` and not in the chat template.
 
-    By default the padding or another special token, an id without a token, or a byte that never occurs in UTF-8. Raises
-    UserError if ``name`` is not a token of the target, and if no token is free.
+    By default it is the padding token, another special token, an id without a token, or a byte that never occurs in
+    UTF-8. Raises UserError if ``name`` is not a token of the target, and if no token is free.
     """
     known = tokenizer.get_vocab()
     if name is not None:
@@ -197,12 +202,16 @@ def mask_token(
 
 
 _QUIET = 0.3
-"""First weights of the last norm of a draft whose bias is fitted: logits of untrained layers would hide the bias."""
+"""Initial weights of the last norm of a draft whose bias is fitted. They are small, because the logits of untrained
+layers would hide the bias."""
 
 
 @torch.no_grad()
 def start_dspark(draft: DSparkDraft, states: OnlineTarget, examples: Sequence[Example], most: int) -> None:
-    """Start a new draft's bias as `fit_states` fits it on ``most`` tokens of the examples. Every process calls this."""
+    """Set the bias of a new draft to the result of `fit_states` on ``most`` tokens of the examples.
+
+    Every process calls this.
+    """
     assert draft.markov is not None, "only a bias is fitted"
     lm_head = states.lm_head if draft.lm_head is None else draft.lm_head.weight
     rank = draft.config.markov_rank

@@ -1,11 +1,10 @@
 """The objective of a DSpark draft: it learns the target's distribution of the next K tokens.
 
-Each row has A positions, its anchors. A block follows each: the anchor's token, then masks. Slot j of anchor t is at
-position t + j; it attends to the target's states before t and to its whole block. Blocks do not see each other, so one
-forward pass equals A passes of single blocks.
-
-Each slot of a block learns the target's distribution for the token it predicts. The target has read the text up to that
-token. The draft has read it only up to the anchor, but its bias also reads the previous token.
+Each row has A positions called anchors, and a block at each anchor: the anchor's token, followed by masks. Slot j of
+anchor t is at position t + j; it attends to the target's states before t and to the whole block. Blocks do not see each
+other, so one forward pass equals A passes of single blocks. Each slot of a block learns the target's distribution of
+the token that the slot predicts. The target has read the text up to that token. The draft has read only the text up to
+the anchor, but its bias also reads the previous token.
 """
 
 import copy
@@ -38,7 +37,7 @@ from trainer.target.loading import OnlineTarget
 
 _BLOCKED = float(
     torch.finfo(torch.bfloat16).min
-)  # finite in bf16 and fp32, -inf in fp16; safe, because every slot sees itself
+)  # finite in bf16 and fp32, -inf in fp16, which is safe because every slot sees itself
 
 
 class Blocks(NamedTuple):
@@ -49,15 +48,17 @@ class Blocks(NamedTuple):
     given: Bool[Tensor, "batch anchors"]
     """False for padding."""
     labelled: tuple[Int[Tensor, " labels"], ...]
-    """For each depth (from 0), the blocks whose token t + 1 + depth is trained: indices into the flat ``anchors``."""
+    """For each depth (from 0), the blocks whose token t + 1 + depth is trained, as indices in the flattened
+    ``anchors``.
+    """
 
 
 def sample_blocks(batch: Batch, anchors: int, depth: int, seed: int, step: int) -> Blocks:
     """Draw up to ``anchors`` positions per row whose next token is trained, and label the next ``depth`` tokens.
 
-    A block's labels stop at the first token that is not trained or in another document. Call this with the batch on the
-    host; otherwise it waits for the GPU. The draw depends only on the seed, the step and the row's tokens, so other
-    rows, the number of processes and interruptions do not change it.
+    A block's labels end before the first token that is not trained or is in another document. Call this with the batch
+    on the host, because it would wait for a GPU. The draw depends only on the seed, the step and the row's tokens, so
+    other rows, the number of processes and interruptions do not change it.
     """
     drawn = [
         _drawn(possible.nonzero()[:, 0], anchors, f"{seed} {step} {text[: int(length)].tolist()}")
@@ -96,7 +97,8 @@ class Labels(NamedTuple):
     """The labels of a batch. Blocks that predict the same token of a text share a label."""
 
     text: Int[Tensor, " groups"]
-    """Index of the previous token in the flattened batch; the target also predicts the label from its state there."""
+    """Index of the previous token in the flattened batch; from its state at this token the target predicts the label.
+    """
     groups: LabelGroups
     slots: Int[Tensor, " rows"]
     """Index of the predicting slot in the flattened blocks."""
@@ -144,11 +146,11 @@ def block_inputs(batch: Batch, blocks: Blocks, slots: int, mask_token: int) -> B
 
 CONFIDENCE = "confidence"
 _TOGETHER = 128
-"""Most blocks in one forward pass; the mask grows with the square of their slots."""
+"""Largest number of blocks in one forward pass, because the mask grows with the square of the number of slots."""
 
 
 class DSparkInputs(NamedTuple):
-    """Inputs of a step: those of the draft's forward pass, and the labels with the target's distribution."""
+    """Inputs of a step: the inputs of the draft's forward pass, and the labels with the target's distribution."""
 
     states: Float[Tensor, "batch positions taps"]
     embedded: Float[Tensor, "batch slots hidden"]
@@ -157,7 +159,7 @@ class DSparkInputs(NamedTuple):
     tokens: Int[Tensor, "batch positions"]
     teacher: HiddenTeacher
     lm_head: Float[Tensor, "vocab hidden"]
-    """The target's; a draft that writes only some tokens has its own."""
+    """The target's lm_head; a draft that writes only some tokens has a separate one."""
 
 
 def run_blocks(
@@ -178,7 +180,9 @@ def run_blocks(
 
 
 class DSparkTraining(nn.Module):
-    """The draft with its loss: a term for each depth, and one for its confidence."""
+    """The module that is trained: the draft, and its loss with a term for each depth and a term for the confidence
+    head.
+    """
 
     def __init__(self, draft: DSparkDraft, mix: LossMix) -> None:
         super().__init__()
@@ -200,7 +204,7 @@ class DSparkTraining(nn.Module):
     def _biased(
         self, inputs: DSparkInputs, scale: Tensor | None, hidden: Float[Tensor, "rows hidden"], lm_head: Tensor
     ) -> TermSums:
-        """Return the sums with the bias, if the draft has one."""
+        """Return the loss sums; if the draft has a bias, it is added to the logits."""
         compared = partial(self._compared, inputs, scale, hidden, lm_head)
         if self.draft.markov is None:
             return compared(None, None)
@@ -220,9 +224,9 @@ class DSparkTraining(nn.Module):
         embedded: Tensor | None,
         output: Tensor | None,
     ) -> TermSums:
-        """Return the sums; ``embedded`` and ``output`` are the bias's factors.
+        """Return the loss sums; ``embedded`` and ``output`` are the factors of the bias.
 
-        Runs in the forward pass of its layer.
+        This runs inside the forward pass of the bias's layer.
         """
         labels, depths = inputs.labels, self.draft.config.block_size
         loss = fused_loss(
@@ -271,9 +275,9 @@ class DSparkObjective:
         seed: int,
         states: OnlineTarget | None = None,
     ) -> None:
-        """``seed`` draws the anchors. ``states`` None: ``target`` runs at every step.
+        """The anchors are drawn with ``seed``.
 
-        The finished draft has the target's dtype.
+        With ``states`` None, ``target`` runs at every step. The finished draft has the target's dtype.
         """
         assert section.dspark is not None, "the recipe asks for a DSpark draft"
         self._target, self._tokenizer, self._seed = target, tokenizer, seed
@@ -312,7 +316,7 @@ class DSparkObjective:
         (blocks, labels, stored), config = prefetched or self.prefetch(batch, step), self._config
         hidden, states = self._states.tapped(batch, config.target_layer_ids, stored)
         given = block_inputs(batch, blocks, config.slots, config.mask_token_id)
-        lm_head = self._states.lm_head.to(batch.tokens.device)  # a target spread over devices may keep it elsewhere
+        lm_head = self._states.lm_head.to(batch.tokens.device)  # the target may keep its lm_head on another device
         teacher = HiddenTeacher(flat_rows(hidden, labels.text), lm_head, self._states.transform)
         embedded = unscaled_embeddings(self._target.model, given.tokens)
         return (DSparkInputs(states, embedded, given, labels, batch.tokens, teacher, lm_head),)
@@ -326,7 +330,7 @@ class DSparkObjective:
         return DSparkDrafter(self.decoding_copy())
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
-        """Fit the tree to the draft: the paths most often right on greedy texts of the target."""
+        """Set the draft's tree to the paths that are most often right on greedy texts of the target."""
         if self._section.tree_nodes:
             accuracies = rank_accuracies(PairedDSpark(self.decoding_copy(), target), texts())
             self.module.draft.config = replace(self._config, tree=best_tree(accuracies, self._section.tree_nodes))
@@ -337,9 +341,9 @@ class DSparkObjective:
 
 @torch.inference_mode()
 def rank_accuracies(dspark: PairedDSpark, texts: Sequence[tuple[Sequence[int], int]]) -> list[list[float]]:
-    """Return the share of labels at depth d that are the draft's rank-r token, at ``[d][r]`` (both from 0).
+    """Return, at ``[d][r]``, the share of labels at depth d that are the draft's token of rank r (both from 0).
 
-    ``texts`` are pairs of tokens and prompt length; each new token is once the root of a tree.
+    ``texts`` are pairs of tokens and prompt length; each new token serves once as the root of a tree.
     """
     online = OnlineTarget(dspark.target)
     labelled = (at_depth for tokens, prompt in texts for at_depth in block_logits(dspark, online, tokens, prompt))
@@ -350,7 +354,7 @@ def rank_accuracies(dspark: PairedDSpark, texts: Sequence[tuple[Sequence[int], i
 def block_logits(
     dspark: PairedDSpark, online: OnlineTarget, tokens: Sequence[int], prompt_length: int
 ) -> Iterator[tuple[int, Int[Tensor, " labels"], Float[Tensor, "labels vocab"]]]:
-    """Yield each depth (from 0), its labels and logits, with a block after every new token of a text.
+    """Yield each depth (from 0) with its labels and logits; a block starts at every new token of a text.
 
     ``online`` is the draft's target. The bias reads the text's previous token.
     """

@@ -1,14 +1,13 @@
 """The objective of an EAGLE-3 draft: it learns the target's distribution of the next tokens, from its own states.
 
 Slot p of a text pairs the embedding of token p + 1 with the target's states at token p, and predicts token p + 2. In
-decoding the draft goes on with its own states, so training unrolls it in the same way (2503.01840, section 3.2): a
-chain starts from the slot before its anchor, an arbitrary token of the text. Step k (from 0) of a chain predicts token
-anchor + 1 + k. From step 1 on it pairs the embedding of token anchor + k with the chain's own state of the step before.
-
-Step 0 runs all slots of the text at once. A chain's later slots attend to the text's slots before the anchor and to the
-slots of their own chain. Chains do not see each other, so one pass over many chains equals a pass over each. Anchors
-are drawn as those of a DSpark draft's blocks, at most ``anchors`` in a text. So a mask of all chains' keys stays small:
-at most (steps - 1) x anchors columns beside the text's.
+decoding the draft continues from its own states, so training unrolls it in the same way (2503.01840, section 3.2). A
+chain starts from the slot before its anchor, which is an arbitrary token of the text. Step k (from 0) of a chain
+predicts token anchor + 1 + k. From step 1 on, it pairs the embedding of token anchor + k with the state of the chain's
+previous step. Step 0 runs all slots of the text at once. A chain's later slots attend to the text's slots before the
+anchor and to the slots of their own chain. Chains do not see each other, so one pass over many chains equals a pass
+over each. Anchors are drawn in the same way as for the blocks of a DSpark draft, at most ``anchors`` in a text. So the
+mask stays small: besides the text it has at most (steps - 1) x anchors columns.
 """
 
 import copy
@@ -51,7 +50,8 @@ def initial_eagle3(
 ) -> Eagle3Draft:
     """Make a recipe's initial draft, in fp32 on the target's device: random by torch's global seed, or a stored one.
 
-    A random draft's lm_head has the target's rows. Raises UserError for a draft that does not fit the target.
+    The lm_head of a random draft consists of rows of the target's lm_head. Raises UserError for a draft that does not
+    fit the target.
     """
     assert section.eagle3 is not None, "the recipe asks for an EAGLE-3 draft"
     if section.init.from_model is not None:
@@ -71,7 +71,7 @@ def initial_eagle3(
 
 
 def eagle3_config(target: CausalLM, section: Eagle3Section) -> Eagle3Config:
-    """Return the sizes of a recipe's draft without any flag: the form that vLLM, SGLang and llama.cpp all read."""
+    """Return the config of a recipe's draft, in which no flag is set; vLLM, SGLang and llama.cpp all read this form."""
     try:
         taps = section.taps or default_layers(target.num_layers)
     except UserError as error:
@@ -92,7 +92,9 @@ def eagle3_config(target: CausalLM, section: Eagle3Section) -> Eagle3Config:
 
 
 def _stored_draft(target: CausalLM, name: str, of_draft: DraftSection) -> Eagle3Draft:
-    """Load a draft to train further; raise UserError if its sizes differ from the section's (None fits any)."""
+    """Load a draft to train further; raise UserError if its sizes differ from those in the section (None fits any
+    size).
+    """
     section = of_draft.eagle3
     assert section is not None, "the recipe asks for an EAGLE-3 draft"
     draft = load_eagle3(name, target).float().requires_grad_(True).train()
@@ -114,7 +116,7 @@ def _stored_draft(target: CausalLM, name: str, of_draft: DraftSection) -> Eagle3
 
 
 class Eagle3Inputs(NamedTuple):
-    """Inputs of a step: the draft's pass, and the labels with the target's distribution."""
+    """Inputs of a step: the inputs of the draft's pass, and the labels with the target's distribution."""
 
     states: Float[Tensor, "batch positions taps"]
     embedded: Float[Tensor, "batch positions hidden"]
@@ -165,7 +167,7 @@ def _at(values: Float[Tensor, "batch positions hidden"], index: Int[Tensor, "bat
 
 
 class Eagle3Training(nn.Module):
-    """The draft with its loss: a term for each unrolled step."""
+    """The module that is trained: the draft, and its loss with a term for each unrolled step."""
 
     def __init__(self, draft: Eagle3Draft, mix: LossMix, steps: int) -> None:
         super().__init__()
@@ -203,9 +205,9 @@ class Eagle3Objective:
     def __init__(
         self, target: CausalLM, draft: Eagle3Draft, section: DraftSection, seed: int, states: OnlineTarget | None = None
     ) -> None:
-        """``seed`` draws the anchors. ``states`` None: ``target`` runs at every step.
+        """The anchors are drawn with ``seed``.
 
-        The finished draft has the target's dtype.
+        With ``states`` None, ``target`` runs at every step. The finished draft has the target's dtype.
         """
         assert section.eagle3 is not None, "the recipe asks for an EAGLE-3 draft"
         self._target, self._seed, self._states = target, seed, states or OnlineTarget(target)
@@ -230,7 +232,7 @@ class Eagle3Objective:
         return BlocksPrefetch(blocks, labels_of(batch, blocks, self._section.steps), self._states.read(batch))
 
     def _blocks(self, batch: Batch, step: int) -> Blocks:
-        """Draw the anchors; the first two tokens of a text are no labels, because no slot predicts them."""
+        """Draw the anchors; the first two tokens of a text are never labels, because no slot predicts them."""
         predicted = replace(batch, trained=batch.trained & (batch.positions() > 1))
         return sample_blocks(predicted, self._section.anchors, self._section.steps, self._seed, step)
 
@@ -238,7 +240,7 @@ class Eagle3Objective:
         self.module.train()  # decoding leaves it in evaluation mode
         blocks, labels, stored = prefetched or self.prefetch(batch, step)
         hidden, states = self._states.tapped(batch, self.module.draft.config.target_layer_ids, stored)
-        lm_head = self._states.lm_head.to(batch.tokens.device)  # a target spread over devices may keep it elsewhere
+        lm_head = self._states.lm_head.to(batch.tokens.device)  # the target may keep its lm_head on another device
         teacher = HiddenTeacher(flat_rows(hidden, labels.text), lm_head, self._states.transform)
         embedded = unscaled_embeddings(self._target.model, batch.tokens)
         return (Eagle3Inputs(states, embedded, batch, blocks, labels, teacher),)
@@ -257,6 +259,6 @@ class Eagle3Objective:
         draft, path = self.decoding_copy(), folder / CONFIG_NAME
         draft.save_pretrained(folder)
         if draft.config.target_layer_ids != usual_layers(self._target.num_layers):
-            # The folder would not name them if they were the default layers of a target of another depth.
+            # Otherwise the folder would omit these layers if they were the defaults for a target of another depth.
             content = json.loads(path.read_text()) | draft.config.named_layers()
             path.write_text(json.dumps(content, indent=2) + "\n")

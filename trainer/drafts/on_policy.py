@@ -25,7 +25,7 @@ from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import DraftRecipe, LoopTrains, PolicySection
 
 TEXT_PROMPT = 64
-"""Number of tokens at a plain text's start that serve as its prompt; half the text if it is short."""
+"""Number of tokens at the start of a plain text that serve as its prompt; for a short text, half of it."""
 GENERATED = "generated"
 """The folder of generated texts in a run's output."""
 AnswerSource = Literal["offline", "target", "loop"]
@@ -46,7 +46,7 @@ class Order(NamedTuple):
 
 
 class GeneratedText(NamedTuple):
-    """A generated text. ``rejected`` are the indices of tokens that replaced a drafted one."""
+    """A generated text. ``rejected`` are the indices of the tokens that replaced a drafted token."""
 
     step: int
     position: int
@@ -71,9 +71,10 @@ class GeneratedText(NamedTuple):
 
 
 class TextWriter:
-    """Generator of texts with a draft's current weights. On a GPU the target's texts are speculative too.
+    """Generator of texts with a draft's current weights.
 
-    Each text has a separate seed, so up to rounding it does not depend on the other texts of its batch.
+    On a GPU the target's texts are also written with speculative decoding. Each text has a separate seed, so up to
+    rounding it does not depend on the other texts of its batch.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class TextWriter:
         self._policy, self._num_draft_tokens, self._seed = policy, num_draft_tokens, seed
         self._speculates = (
             target.device.type != "cpu"
-        )  # on a CPU a pass over five tokens costs five times as much as one
+        )  # on a CPU a pass over five tokens costs five times as much as a pass over one
         sampling = SamplingConfig(policy.temperature)
         self._config = DecodingConfig(policy.max_new_tokens, sampling, eos_token_ids=eos_token_ids)
 
@@ -144,7 +145,7 @@ class WindowFiles:
         write_text(self.folder / name, "".join(json.dumps(row) + "\n" for row in rows))
 
     def _remove_others(self, done: int) -> None:
-        """Remove files older than ``kept_steps``, and this step's files from another number of processes."""
+        """Remove files older than ``kept_steps``, and files of this step that another number of processes wrote."""
         for path in self.folder.glob("after-*.jsonl"):
             same = path.name.startswith(_window_name(done))
             if path.name < _window_name(max(0, done - self._kept_steps)) or (
@@ -196,7 +197,7 @@ class PolicySource:
 
     A position's source, prompt and random numbers depend on seed, step and position alone. Texts are generated at
     multiples of ``policy.every`` and saved before they train the draft. So a resumed run trains on the same texts, and
-    any number of processes on the same batch.
+    the batch does not depend on the number of processes.
     """
 
     def __init__(
@@ -250,7 +251,7 @@ class PolicySource:
         ]
 
     def _trained(self, row: IndexedExample, text: GeneratedText | None) -> IndexedExample:
-        """Return the text as a row; without a text, return the row of the data."""
+        """Return the text as a training row; if there is no text, return the row from the data."""
         if text is None:
             return row
         return IndexedExample(text.example(self._policy.loop_trains if text.kind == "loop" else "all"), -1)
@@ -282,7 +283,7 @@ class PolicySource:
         """
         kinds, shares = get_args(AnswerSource), self._policy.shares
         bounds = list(accumulate(shares[kind] for kind in kinds))
-        # A multiple of 1/1024 keeps the last position clearly below 1, the rounded end of the bounds.
+        # With multiples of 1/1024 the last position stays clearly below 1, to which the last bound is rounded.
         size, offset = self._training.batch_size, random.Random(f"{self._training.seed} {step}").randrange(1024) / 1024
         return [kinds[bisect_right(bounds, (position + offset) / size)] for position in range(size)]
 

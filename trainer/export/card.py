@@ -94,8 +94,8 @@ def read_own_report(path: Path, source: Path) -> dict[str, Any]:
 def card_figures(content: dict[str, Any], chains: bool) -> CardFigures:
     """Return the card's figures from a report that `read_own_report` read.
 
-    ``chains``: servers draft chains with this format, so any chain ranks above any tree. `UserError` if a row contains
-    anything but figures.
+    ``chains`` means that servers draft chains with this format, so any chain ranks above any tree. Raises `UserError`
+    if a row contains anything but figures.
     """
     report = report_from_json(without_local_paths(content))
     groups: dict[float | str, list[ReportRow]] = {}
@@ -146,11 +146,12 @@ def render_card(
     license: str | None = None,
     adapted: bool = False,
 ) -> str:
-    """Return the card: YAML front matter for the Hub, then Markdown. The card says which facts are missing.
+    """Return the card: YAML front matter for the Hub, then Markdown.
 
-    ``commands``: start the servers that accept the artefact; they use the names `FOLDER_NAME` and `target_argument`.
-    ``compared``: sentences on what was read back after writing. ``license``: the artefact's licence, given by its
-    owner. ``adapted``: the folder contains the adapted target next to the heads.
+    The card says which facts are missing. ``commands`` start the servers that accept the artefact, under the names
+    `FOLDER_NAME` and `target_argument`. ``compared`` are sentences on what was read back after writing. ``license`` is
+    the artefact's licence, as given by its owner. ``adapted`` means that the folder contains the adapted target next to
+    the heads.
     """
     target, published = target_name(provenance), None if provenance is None else published_provenance(provenance)
     embedded, argument = target == quickstart.NAME, target_argument(provenance, adapted)

@@ -126,7 +126,7 @@ class ServingPlan:
 
     machine: str
     tree: Paths
-    """Best tree at the smallest batch size; empty for a drafter without trees."""
+    """The best tree at the smallest batch size; empty for a drafter without trees."""
     schedule: tuple[tuple[int, int, int], ...]
     """Rows (first, last, depth): the best chain's depth for batch sizes first to last; depth 0 is plain decoding."""
     drawn: bool = False
@@ -139,7 +139,10 @@ class ServingPlan:
 
 
 def read_serving_plan(path: Path, source: Path) -> ServingPlan:
-    """Read the part of a plan that concerns the weights in ``source``. Raises UserError if it used others."""
+    """Read the part of a plan that concerns the weights in ``source``.
+
+    Raises UserError if the plan was made for other weights.
+    """
     plan = read_plan(path)
     drafter = plan.drafter_of(stored_fingerprint(source))
     tree = plan.best_of(drafter["drafter"])["best"]["tree"]

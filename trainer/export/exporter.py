@@ -1,4 +1,4 @@
-"""The export command's work: check, write, read back, describe on a card, list server commands."""
+"""The work of the export command: check, write, read back, describe the result on a card, and list server commands."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -81,8 +81,8 @@ def export(
     it decodes them with the trained weights and with the exported files. `NO_PROMPTS` skips this check.
 
     The destination appears complete or not at all, and only after the files were read back and compared. Provenance and
-    report are written next to the weights, without local paths. Heads that were trained jointly with adapters get the
-    adapted target in the folder ``target``.
+    report are written next to the weights, without local paths. For heads that were trained jointly with adapters, the
+    folder ``target`` contains the adapted target.
 
     Raises UserError if the format does not fit the artefact, the source lacks weights, the destination is not empty,
     the report or plan is malformed or describes other weights, or a file reads back differently.
@@ -118,7 +118,9 @@ def export(
 
 
 class _Request(NamedTuple):
-    """The inputs of an export besides the weights: report, plan, licence, and target and prompts of the check."""
+    """The inputs of an export in addition to the weights: report, plan, licence, and the target and prompts of the
+    check.
+    """
 
     made: tuple[str, ...]
     """Sentences on how the source was prepared."""
@@ -169,7 +171,7 @@ def _write(task: ExportTask, request: _Request) -> tuple[Artefact, tuple[str, ..
         license=request.license,
     )
     (task.folder / CARD_NAME).write_text(card, encoding="utf-8")
-    mode = (task.folder / CARD_NAME).stat().st_mode  # safetensors files are private; a server may be another user
+    mode = (task.folder / CARD_NAME).stat().st_mode  # safetensors writes private files; a server may be another user
     for path in filter(Path.is_file, task.folder.rglob("*")):
         path.chmod(mode)
     return artefact, tuple(compared)

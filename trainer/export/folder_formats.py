@@ -67,7 +67,7 @@ def write_heads(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
 
 
 def heads_readers(task: ExportTask, target: CausalLM) -> Readers:
-    """Return readers of the trained heads and the exported ones; both draft the exported tree."""
+    """Return readers of the trained heads and of the exported heads; both draft the exported tree."""
     trained = lambda: MedusaDrafter(load_heads(task.source, target), task.tree or None)  # noqa: E731
     return [(trained, lambda: MedusaDrafter(load_heads(task.folder, target)))]
 
@@ -82,7 +82,7 @@ def write_draft_model(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     source, folder = task.source, task.folder
     model, tokenizer = _load(source)
     if hasattr(model.config, "auto_map"):
-        del model.config.auto_map  # it refers to code that is not exported
+        del model.config.auto_map  # auto_map refers to code, which is not exported
     check_finite(dict(model.named_parameters()), f"{source}", "use an earlier checkpoint, or train the draft again")
     write_model(model, tokenizer, folder)
     if (output_tokens := read_output_tokens(model, str(source))) is not None:
@@ -211,19 +211,20 @@ def describe_state_draft(draft: StateDraft, format: str, dtype: str) -> Artefact
 
 
 def write_state_draft(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
-    """Write the draft, a DSpark draft with the task's tree if it has one; read it back and compare.
+    """Write the draft, with the tree of the task if it is a DSpark draft and the task has a tree; read it back and
+    compare.
 
     Raises UserError for a draft that the layout cannot describe.
     """
     draft, path, nests = stored_draft(task.source), task.folder / CONFIG_NAME, task.format == NESTED
     if isinstance(draft, DSparkDraft):
         draft.config = replace(draft.config, tree=task.tree or draft.config.tree)
-        if nests and set(draft.config.layer_types) == {SLIDING}:  # then causal blocks are the default
+        if nests and set(draft.config.layer_types) == {SLIDING}:  # in this case causal blocks are the default
             draft.config = replace(draft.config, is_causal=None if draft.config.is_causal else draft.config.is_causal)
     draft.save_pretrained(task.folder)
     content, config = read_object(path, _AGAIN), draft.config
     if isinstance(config, Eagle3Config) and config.target_layer_ids:
-        content |= config.named_layers()  # default ones too, because they may be those of another depth
+        content |= config.named_layers()  # named even if they are the defaults, which depend on the depth of the target
     artefact = describe_state_draft(draft, task.format, content["dtype"])
     if nests:
         content = nested(content, artefact.method, artefact.at_once or chain_length(task.source), task.target)
@@ -238,16 +239,17 @@ def write_state_draft(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     if isinstance(config, DSparkConfig) and config.draft_vocab_size is not None:
         remarks.append(
             f"the draft writes {config.draft_vocab_size:,} of {config.vocab_size:,} tokens; llama.cpp loads such "
-            "drafts, vLLM should (not tried), SGLang does not"
+            "drafts, vLLM should load them (not tried), and SGLang does not load them"
         )
     return artefact, tuple(remarks)
 
 
 def nested(flat: Mapping[str, Any], method: str, tokens: int, target: str | None) -> dict[str, Any]:
-    """Return the content of speculators' ``config.json``, given that of a flat one.
+    """Return the content of speculators' ``config.json``, given the content of a flat one.
 
-    ``tokens``: what servers draft at a time by default. ``target``: its Hub id, or a path, of which the last part is
-    written. Raises UserError for blocks that are causal in layers without a window, which this layout cannot describe.
+    ``tokens``: the number of tokens that servers draft at a time by default. ``target``: the Hub id of the target, or a
+    path, of which only the last part is written. Raises UserError for blocks that are causal in layers without a
+    window, which this layout cannot describe.
     """
     own = {name: value for name, value in flat.items() if name not in ("rope_theta", "rope_scaling", "dflash_config")}
     layers = {name: own.pop(name) for name in _OF_LAYERS if name in own}
@@ -263,7 +265,7 @@ def nested(flat: Mapping[str, Any], method: str, tokens: int, target: str | None
             )
         own["aux_hidden_state_layer_ids"] = [layer + 1 for layer in own.pop("target_layer_ids")]
         slides = layers["use_sliding_window"] = "sliding_window" in layers
-        own["sliding_window_non_causal"] = causal is False or not slides  # vLLM obeys it in layers without a window too
+        own["sliding_window_non_causal"] = causal is False or not slides  # vLLM obeys it even without a window
         own["block_size"] = tokens + (not own["sample_from_anchor"])
     verifier = hub_repository(target_name({"target": {"name": target}, "recipe": {}}))
     return {
@@ -282,7 +284,7 @@ def nested(flat: Mapping[str, Any], method: str, tokens: int, target: str | None
 
 
 def _nest_weights(folder: Path, draft: StateDraft) -> None:
-    """Give a flat folder's tensors speculators' names, and add the inverse of ``d2t``."""
+    """Rename the tensors of a flat folder to speculators' names, and add the inverse of ``d2t``."""
     weights = {
         name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in read_weights(folder, _AGAIN).items()
     }
@@ -293,7 +295,7 @@ def _nest_weights(folder: Path, draft: StateDraft) -> None:
 
 
 def state_draft_readers(task: ExportTask, target: CausalLM) -> Readers:
-    """Return readers of the trained draft and the exported one; both draft the exported tree, or a chain."""
+    """Return readers of the trained draft and of the exported draft; both draft the exported tree, or a chain."""
     if is_eagle3_folder(task.source):
         tokens = chain_length(task.source)
         chain = lambda: Eagle3Drafter(load_eagle3(task.source, target), tokens)  # noqa: E731

@@ -1,7 +1,6 @@
-"""Export of a draft, or any causal LM, as one GGUF file for llama.cpp and programs built on it.
-
-llama.cpp ignores settings for which it has no key. Therefore this module writes only settings with a key, and rejects a
-model with any other setting that changes the logits.
+"""Export of a draft, or any causal LM, as one GGUF file for llama.cpp and programs built on it. llama.cpp ignores
+settings for which GGUF has no key. So this module writes only settings with a key, and rejects a model if any other
+setting changes its logits.
 """
 
 import io
@@ -61,7 +60,7 @@ TYPES = {
     "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
 }
 _TYPE_OF = {torch.bfloat16: "bf16", torch.float16: "f16"}
-"""Stored dtype -> default type of the file; f32 for any other dtype."""
+"""Maps stored dtypes to the default type of the file, which is f32 for any other dtype."""
 _TORCH = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
@@ -70,15 +69,15 @@ _TORCH = {
 _VALUES = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING}
 """llama.cpp reads integers as unsigned numbers."""
 _UNREAD = ("attention_bias", "mlp_bias", "head_dim", "rope_parameters")
-"""Settings that transformers' GGUF reader misses: llama.cpp takes them from the tensors or from other keys."""
+"""Settings that transformers' GGUF reader misses, because llama.cpp takes them from the tensors or from other keys."""
 _AGAIN = "export again, and check the disk if it happens twice"
 
 
 def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     """Write a model's GGUF file, read it back and compare.
 
-    A trimmed draft gets a full lm_head that drafts the same tokens; a draft that reads states its target's tokenizer.
-    Raises UserError for a model or a tokenizer that llama.cpp would interpret differently.
+    A trimmed draft gets a full lm_head that drafts the same tokens. A draft that reads states gets the tokenizer of its
+    target. Raises UserError for a model or a tokenizer that llama.cpp would interpret differently.
     """
     if kind_held_in(task.source) in (DSPARK, EAGLE3):
         return _write_state_draft(task)
@@ -181,7 +180,9 @@ def readers(task: ExportTask, target: CausalLM) -> Readers:
 
 
 def _read(path: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Read a model from its file with transformers' reader; the settings `_UNREAD` come from the trained ``config``."""
+    """Read a model from its file with transformers' reader; the settings in `_UNREAD` are taken from the trained
+    ``config``.
+    """
     with redirect_stderr(io.StringIO()):  # hides progress bars
         read = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         for key in _UNREAD:
@@ -245,11 +246,11 @@ def write_file(path: Path, metadata: Mapping[str, Any], tensors: Iterable[tuple[
 def compare_file(
     path: Path, metadata: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]
 ) -> tuple[int, int, float]:
-    """Read a file and compare all of it with what was written; `UserError` for a difference.
+    """Read a file and compare all of it with what was written; raise `UserError` for a difference.
 
-    Returns the number of tensors, the number of tensors with rounded weights, and the largest change of a weight.
-    Float types must hold the rounded weights bit for bit. q8_0 stores 32 weights as integers from -127 to 127 times one
-    f16 scale. For q8_0 the error may reach half a step plus the rounding error of the scale.
+    Returns the number of tensors, the number of tensors with rounded weights, and the largest change of a weight. Float
+    types must contain the rounded weights bit for bit. q8_0 stores 32 weights as integers from -127 to 127 times one
+    f16 scale, so its error may reach half a step plus the rounding error of the scale.
     """
     reader = GGUFReader(path)
     for key, value in metadata.items():
@@ -274,7 +275,10 @@ def compare_file(
 
 
 def _values(tensor: ReaderTensor) -> Tensor:
-    """Return a stored tensor's values, flat or by rows: int64 as stored, all others in fp32."""
+    """Return the values of a stored tensor, flat or by rows.
+
+    Integers (int64) are returned as stored, and all other values in fp32.
+    """
     if tensor.tensor_type == GGMLQuantizationType.I64:
         return torch.from_numpy(tensor.data.copy())
     return torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type).copy())
@@ -287,7 +291,7 @@ def _is_rounded(read: Tensor, values: Tensor, kind: GGMLQuantizationType) -> boo
     if kind != GGMLQuantizationType.Q8_0:
         return torch.equal(read, values.to(_TORCH[kind]).float())
     peaks = values.reshape(-1, 32).abs().amax(1, keepdim=True)
-    allowed = peaks * (0.5 / 127 + 2.0**-11) + 2.0**-17  # steps of f16 are at least 2^-24; 127 add up
+    allowed = peaks * (0.5 / 127 + 2.0**-11) + 2.0**-17  # steps of f16 are at least 2^-24, and 127 of them add up
     return bool(((read - values).reshape(-1, 32).abs() <= allowed).all())
 
 

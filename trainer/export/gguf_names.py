@@ -1,4 +1,4 @@
-"""llama.cpp's names for a model: GGUF keys for its sizes, and its tensors in llama.cpp's layout."""
+"""A model in llama.cpp's terms: the GGUF keys for the model's sizes, and the model's tensors in llama.cpp's layout."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -24,7 +24,7 @@ ARCHITECTURES = {
     "qwen2": MODEL_ARCH.QWEN2,
     "qwen3": MODEL_ARCH.QWEN3,
 }
-"""Model type -> llama.cpp's architecture, if llama.cpp has exactly one name for each tensor of the model."""
+"""Maps model types to architectures of llama.cpp, if llama.cpp has exactly one name for each tensor of the model."""
 _OF_DRAFTS = {
     "fc": "fc",
     "hidden_norm": "enc.output_norm",
@@ -35,9 +35,10 @@ _OF_DRAFTS = {
     "input_norm": "enc.output_norm",
     "midlayer.hidden_norm": "blk.0.attn_norm_2",
 }
-"""Our name of a DSpark or EAGLE-3 draft's tensor -> llama.cpp's. The other tensors have the names of a Qwen3."""
+"""Maps our tensor names of DSpark and EAGLE-3 drafts to llama.cpp's; other tensors have the names of a Qwen3."""
 _YARN_UNWRITTEN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-"""Settings of yarn that are not written. llama.cpp and transformers share their defaults; other values are rejected."""
+"""Settings of yarn with equal defaults in llama.cpp and transformers. They are not written; other values are
+rejected."""
 _OTHER_PROGRAM = "serve it with a program that reads transformers folders, such as vLLM"
 
 
@@ -85,7 +86,7 @@ def _keys(architecture: str, config: _Config, others: Mapping[str, Any]) -> dict
 def draft_metadata(config: DSparkConfig | Eagle3Config) -> dict[str, Any]:
     """Return GGUF's keys for a draft that reads states. llama.cpp numbers the inputs of layers, not their outputs.
 
-    Raises UserError for settings that llama.cpp lacks or ignores; it has, for one, a single causal flag for all layers.
+    Raises UserError for settings that llama.cpp lacks or ignores; for example, it has one causal flag for all layers.
     """
     if isinstance(config, Eagle3Config):
         return _eagle3_metadata(config)
@@ -162,7 +163,7 @@ def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 def draft_tensors(draft: DSparkDraft | Eagle3Draft) -> dict[str, Tensor]:
     """Return the tensors of a draft that reads states, by llama.cpp's names and in its layout.
 
-    Its ``d2t`` contains tokens, unlike that of folders, which contains their distances.
+    ``d2t`` contains tokens here; in folders it contains the differences from the outputs' numbers.
     """
     names, weights = draft_names(draft), dict(draft.named_parameters())
     tensors = {names[name]: weight.detach()[row_order(draft, name)] for name, weight in weights.items()}
@@ -185,7 +186,7 @@ def draft_names(draft: DSparkDraft | Eagle3Draft) -> dict[str, str]:
 
 
 def row_order(draft: DSparkDraft | Eagle3Draft, name: str) -> Int[Tensor, " rows"] | slice:
-    """Return the order of a weight's rows in llama.cpp: q and k of an EAGLE-3 draft are reordered like a Llama's."""
+    """Return the order of a weight's rows in llama.cpp: q and k of an EAGLE-3 draft are reordered as in a Llama."""
     config, projections = draft.config, ("self_attn.q_proj", "self_attn.k_proj")
     if isinstance(config, DSparkConfig) or not any(projection in name for projection in projections):
         return slice(None)
@@ -224,6 +225,8 @@ def _rope(rope: Mapping[str, Any], family: str) -> dict[str, Any]:
 
 
 def _interleaved(rows: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of q or k: transformers rotates row i with i + half a head, llama.cpp's Llama with i + 1."""
+    """Reorder the rows of q or k: transformers rotates row i together with row i + half a head, and llama.cpp's Llama
+    rotates it together with row i + 1.
+    """
     halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
     return halves.transpose(1, 2).reshape(rows.shape)

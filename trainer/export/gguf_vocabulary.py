@@ -1,8 +1,8 @@
 """A tokenizer as GGUF metadata, with which llama.cpp splits texts as the model's tokenizer does.
 
-llama.cpp has its own splitting code. It picks a byte-level BPE by the name of its pre-tokenizer; a sentencepiece-like
-BPE merges by scores. A tokenizer that llama.cpp would not reproduce is rejected: the file would load, but texts would
-be split in ways that the model never saw in training.
+llama.cpp splits texts with its own code. For a byte-level BPE it chooses the code by the name of the pre-tokenizer; a
+sentencepiece-like BPE merges by scores. A tokenizer that llama.cpp would not reproduce is rejected, because the file
+would load but texts would be split in ways that the model never saw in training.
 """
 
 import json
@@ -32,7 +32,7 @@ _NAMES: dict[tuple[tuple[str, ...], bool], str] = {
     ((_LLAMA3,), False): "smaug-bpe",
     ((_QWEN2,), False): "qwen2",
 }
-"""(splitting patterns in order, ``ignore_merges``) -> llama.cpp's name of the pre-tokenizer (llama-vocab.cpp)."""
+"""Maps (splitting patterns in order, ``ignore_merges``) to llama.cpp's name of the pre-tokenizer (llama-vocab.cpp)."""
 
 _ENDS = frozenset(
     {
@@ -51,8 +51,8 @@ def vocabulary_of(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return a tokenizer's metadata and remarks for the user.
 
-    ``size``: rows of the model's embeddings. ``ends``: ids of the tokens that end a text. Raises UserError for a
-    tokenizer that llama.cpp would not reproduce.
+    ``size``: number of rows of the model's embeddings. ``ends``: ids of the tokens that end a text. Raises UserError
+    for a tokenizer that llama.cpp would not reproduce.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -121,7 +121,7 @@ def _tokens(
 
 
 def _byte_level(stored: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the keys of a byte-level BPE, its merges and pre-tokenizer among them, and remarks."""
+    """Return the keys of a byte-level BPE, including its merges and pre-tokenizer, and remarks."""
     patterns = tuple(_patterns(stored["pre_tokenizer"]))
     key = (patterns, bool(stored["model"].get("ignore_merges")))
     if key not in _NAMES:
@@ -163,8 +163,8 @@ def _merges(stored: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _sentencepiece(stored: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the keys of a BPE with byte fallback, for the sentencepiece code of llama.cpp, and remarks.
 
-    That code merges any two neighbours that together spell a token, highest score first. Therefore every such pair must
-    be among the tokenizer's merges, and all pairs that spell the same token must be consecutive.
+    That code merges any two neighbours that together spell a token, those with the highest score first. So every such
+    pair must be among the tokenizer's merges, and all pairs that spell the same token must be consecutive.
     """
     prefix, remarks = _space_prefix(stored)
     scores: dict[str, float] = {}

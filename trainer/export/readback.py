@@ -1,4 +1,4 @@
-"""Proof that exported files equal the trained weights: compares every bit, and decodes prompts with both.
+"""Checks that exported files equal the trained weights: compares every bit, and decodes prompts with both.
 
 Each format has a function that returns pairs of `Readers`: one loads the trained weights, the other loads the exported
 files alone. The two drafters draft the same chain or tree; only one is in memory at a time. For formats that round
@@ -44,7 +44,7 @@ Readers = list[tuple[Callable[[], Drafter], Callable[[], Drafter]]]
 PROMPTS = 20
 """Number of prompts to decode with the trained weights and with the exported files."""
 _NEW_TOKENS = 64
-"""New tokens after each prompt from the user's file; held-out prompts get as many as the run's evaluations decoded."""
+"""New tokens after each prompt from the user's file; after held-out prompts, as many as in the run's evaluations."""
 _ROWS_PER_PROMPT = 16
 """Rows of held-out data to read for each prompt wanted; some rows are too long or contain no prompt."""
 _POSITIONS = 32
@@ -55,7 +55,9 @@ _POSITIONS = 32
 
 
 def check_bit_equal(written: Mapping[str, Tensor], read: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Raise `UserError` unless ``written`` and ``read`` have equal names, dtypes, shapes and bits, NaNs included."""
+    """Raise `UserError` unless ``written`` and ``read`` have equal names, dtypes, shapes and bits, including the bits
+    of NaNs.
+    """
     missing = set(written)
     for name, other in read:
         if name not in missing:
@@ -67,7 +69,7 @@ def check_bit_equal(written: Mapping[str, Tensor], read: Iterable[tuple[str, Ten
                 f"the tensor {name} in {folder} differs from what was written: export again, and check the disk if it "
                 "happens twice"
             )
-        del other  # before the next one is read
+        del other  # freed before the next tensor is read
     if missing:
         raise UserError(f"the tensor {min(missing)} is missing from {folder}: export again")
 
@@ -95,7 +97,10 @@ class _Prompts(NamedTuple):
 
 
 def _read_target(name: str | None, given: bool, trusted: bool) -> tuple[CausalLM, PreTrainedTokenizerBase]:
-    """Load a target in fp32. `_NotHere` if it is unknown, or if the user has not ``given`` it and it is not on disk."""
+    """Load a target in fp32.
+
+    Raises `_NotHere` if it is unknown, or if the user did not pass it (``given``) and it is not on disk.
+    """
     if name is None:
         raise _NotHere("the target of these weights is not recorded; if they have one, pass it as --target")
     try:
@@ -113,8 +118,8 @@ def _read_prompts(
 ) -> _Prompts:
     """Read prompts from a file, or from the held-out data of the run that made ``source``, as that run read them.
 
-    ``longest``: the longest text, in tokens, that can be decoded; None for no limit. `_NotHere` if no file is given
-    and the held-out data cannot be read on this machine.
+    ``longest``: length in tokens of the longest text that can be decoded; None for no limit. Raises `_NotHere` if no
+    file is given and the held-out data cannot be read on this machine.
     """
     longest = longest or 1 << 30
     if prompts is not None:
@@ -150,9 +155,10 @@ def check_drafts(
 ) -> tuple[str, ...]:
     """Decode prompts with the trained weights and with the exported files; return a sentence on each comparison.
 
-    ``target`` and ``prompts``: given by the user; None takes the training run's. ``rounded``: the format rounds
-    weights. UserError, naming prompt and token, if the texts differ from one another or from the target's own text. If
-    the target or the prompts are not on this machine, the sentence says so.
+    ``target`` and ``prompts`` are those that the user passed; None means those of the training run. ``rounded`` means
+    that the format rounds weights. Raises UserError, which names the prompt and the token, if the texts differ from one
+    another or from the text that the target writes alone. If the target or the prompts are not on this machine, the
+    sentence says so.
     """
     try:
         model, tokenizer = _read_target(target or task.target, target is not None, task.trust_remote_code)
@@ -165,7 +171,7 @@ def check_drafts(
 
 
 class _Reading(NamedTuple):
-    """The texts of one drafter with their counts, and its heads' logits at some positions if it has heads."""
+    """The texts of one drafter with their counts, and for heads also their logits at some positions."""
 
     label: str
     decoded: list[Generation]
@@ -189,7 +195,7 @@ def _compared(
     longest = min(filter(None, (model.max_positions, drafter.max_positions)), default=None)
     asked = _read_prompts(task.source, prompts, tokenizer, longest)
     ours = _read_with(model, tokenizer, drafter, asked)
-    del drafter  # before the next one is loaded
+    del drafter  # freed before the next drafter is loaded
     if own_target and (task.folder / TARGET_FOLDER).is_dir():
         model, tokenizer = _read_target(str(task.folder / TARGET_FOLDER), True, task.trust_remote_code)
     theirs = _read_with(model, tokenizer, exported(), asked)
@@ -209,7 +215,9 @@ def _compared(
 
 
 def _read_with(model: CausalLM, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, prompts: _Prompts) -> _Reading:
-    """Decode prompts with and without a drafter; raise UserError for a text that is not the target's own."""
+    """Decode prompts with and without a drafter; raise UserError if a text differs from the one that the target writes
+    alone.
+    """
     config = DecodingConfig(prompts.max_new_tokens, eos_token_ids=eos_token_ids(model.model, tokenizer))
     plain, decoded = (Engine(model, one).decode(prompts.tokens, config, batch_size=10) for one in (None, drafter))
     for index, (text, own) in enumerate(zip(decoded, plain, strict=True)):

@@ -64,7 +64,7 @@ class Serving:
     target: str | None
     """Hub id or folder of the target; None if it is unknown."""
     shown_target: str | None = None
-    """The target's name in the command, if it differs from ``target``."""
+    """The name of the target in the command, if that differs from ``target``."""
     plan: ServingPlan | None = None
 
     @property
@@ -101,7 +101,9 @@ class Serving:
 
     @property
     def tokens(self) -> int:
-        """The tokens to draft at a time: as planned for batch size 1, or all tokens of a pass, or as in training."""
+        """The number of tokens to draft at a time: the planned depth for batch size 1, or all tokens of a pass, or the
+        number used in training.
+        """
         if self.plan is not None and self.plan.deepest:
             return self.plan.schedule[0][2] or self.plan.deepest
         return self.artefact.heads or self.artefact.at_once or chain_length(self.folder)
@@ -228,7 +230,7 @@ def _sglang(serving: Serving) -> ServerCommand:
     if method == "DSPARK":
         argv += ["--speculative-dspark-block-size", str(serving.tokens)]
     else:
-        argv += ["--speculative-num-draft-tokens", str(serving.tokens + 1)]  # counts the token before the draft too
+        argv += ["--speculative-num-draft-tokens", str(serving.tokens + 1)]  # also counts the token before the draft
     notes = [_depth(serving), *_one_depth(serving, "--max-running-requests")]
     notes.append("not tried with a server: the options come from SGLang's documentation and source")
     drawn = [] if method == "DSPARK" else [_argmax("")]
@@ -243,11 +245,11 @@ _SERVERS_OF: Mapping[str, tuple[Callable[[Serving], ServerCommand], ...]] = {
     "draft": (_vllm, _sglang),
     "gguf": (_llama_cpp,),
 }
-"""Format -> functions that write the commands of the servers accepting it."""
+"""Maps each format to the functions that write the commands of the servers that accept it."""
 
 
 def _depth(serving: Serving) -> str:
-    """Return a note on how many tokens are drafted at a time, and why."""
+    """Return a note that says how many tokens are drafted at a time, and why."""
     if serving.plan is not None and serving.plan.deepest:
         pays = serving.plan.schedule[0][2] > 0
         which = "best chain at batch size 1" if pays else "deepest chain, although none pays off at batch size 1"
@@ -264,7 +266,7 @@ def _of_loop(plan: ServingPlan) -> str:
 
 
 def _one_depth(serving: Serving, option: str) -> Iterator[str]:
-    """Yield notes on what a server with a single depth leaves out of a plan's table."""
+    """For a server with a single depth, yield notes on the parts of a plan's table that its command leaves out."""
     schedule = serving.plan.schedule if serving.plan is not None and serving.plan.deepest else ()
     if len({tokens for _, _, tokens in schedule}) > 1:
         table = json.dumps(schedule, separators=(",", ":"))
@@ -279,7 +281,7 @@ def _argmax(unless: str) -> str:
 
 
 def _warnings(serving: Serving) -> Iterator[str]:
-    """Yield the warnings that concern every server: on the target, the plan and the draft's config."""
+    """Yield the warnings for all servers: about the target, the plan and the draft's config."""
     name = serving.target_words[0]
     if serving.shown_target is None and serving.target is None:
         yield "the folder does not name its target: pass it as --target"

@@ -1,4 +1,4 @@
-"""Traps: exported folders that servers load without an error, but whose drafts are then bad.
+"""Traps: exported folders that servers load without an error, but that then draft badly.
 
 The traps of vLLM were found in the code of version 0.32 and by running it.
 """
@@ -13,7 +13,7 @@ from decoding.model.eagle3_config import Eagle3Config, usual_layers
 from trainer.files.transformers4 import rope_keys
 
 _TAKES_OVER = ("eagle-", "eagle3", "dflash", "dspark")
-"""Parts of a path by which vLLM chooses the method, ignoring case and the config."""
+"""Parts of a path by which vLLM chooses the method of speculation; it ignores case, and it ignores the config."""
 MOST_OTHER_TOKENS = 128
 """The largest difference between vocabulary sizes that llama.cpp accepts."""
 _VERSION_4 = {"rope_theta": 10000.0, "rotary_emb_base": 10000.0, "partial_rotary_factor": 1.0, "rotary_pct": 0.25}
@@ -29,7 +29,7 @@ class Trap(NamedTuple):
 
 
 def taken_over(path: str) -> list[Trap]:
-    """Return the trap if vLLM chooses a wrong method because of the folder's path, as it is passed to the server."""
+    """Return the trap if vLLM would choose a wrong method because of the folder's path, as passed to the server."""
     part = next((part for part in _TAKES_OVER if part in path.lower()), None)
     if part is None:
         return []
@@ -57,7 +57,7 @@ def other_size(size: Any, wanted: Any) -> list[Trap]:
     problem = f"the served draft has {size} tokens and the target {wanted}"
     remedy = (
         "pad the draft's embeddings to the target's size, or set use_heterogeneous_vocab true in vLLM; llama.cpp "
-        f"accepts a difference of {MOST_OTHER_TOKENS}, transformers none"
+        f"accepts a difference of {MOST_OTHER_TOKENS}, and transformers accepts none"
     )
     return [Trap(problem, remedy)]
 
@@ -72,9 +72,8 @@ def too_few_positions(config: Mapping[str, Any], longest: int) -> list[Trap]:
 
 
 def misread_keys(whose: str, stored: Mapping[str, Any]) -> list[Trap]:
-    """Return the settings that programs reading transformers 4's keys interpret differently from transformers 5.
-
-    ``whose`` names the model in the sentence, such as ``the draft's``.
+    """Return the settings that programs which read the keys of transformers 4 interpret differently from transformers
+    5. ``whose`` names the model in the sentence, such as ``the draft's``.
     """
     text = stored.get("text_config")
     config = {**stored, **text} if isinstance(text, dict) else stored
@@ -96,9 +95,10 @@ def misread_keys(whose: str, stored: Mapping[str, Any]) -> list[Trap]:
 
 
 def lost_in_servers(config: DSparkConfig, stored: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return what each server gets wrong in a DSpark or DFlash draft whose config.json is ``stored``, in words.
+    """Return in words what each server gets wrong in a DSpark or DFlash draft whose config.json is ``stored``.
 
-    From the sources of vLLM 0.33, SGLang 0.5.23 and llama.cpp with its converter, read in November 2026; not run.
+    This follows from the sources of vLLM 0.33, SGLang 0.5.23 and llama.cpp with its converter, read in November 2026;
+    it was not tried.
     """
     of_speculators, causal = stored.get("speculators_model_type"), [sight.causal for sight in config.sights]
     as_vllm, as_llama = causal, [not of_speculators and bool(config.is_causal)] * len(causal)
@@ -148,7 +148,7 @@ def lost_of_eagle3(config: Eagle3Config, stored: Mapping[str, Any], depth: int |
         sglang.append(f"no norm_before_residual, {fewer}")
     if (layers := config.target_layer_ids) and layers != usual_layers(depth or layers[-1] + 4):
         sglang.append(f"the states of the default layers, {fewer}")
-    if ids:  # layers' numbers from 0 in ModelOpt; vLLM counts the embedding as 0, and SGLang adds 1
+    if ids:  # ModelOpt numbers layers from 0. vLLM counts the embedding as layer 0, and SGLang adds 1.
         served, name = (vllm, "before") if ids[0] == 1 else (sglang, "after")
         served.append(f"the states one layer {name} those in eagle_config, {fewer}")
     llama += [f"no {flag}, {fewer}" for flag in ("fc_norm", "norm_output") if getattr(config, flag)]

@@ -51,9 +51,9 @@ class ExportTask:
     """Existing empty folder to fill."""
     format: str
     target: str | None = None
-    """Folder or Hub id of the model that the artefact drafts for; None if unknown."""
+    """Folder or Hub id of the model for which the artefact drafts; None if unknown."""
     tree: Paths = ()
-    """Tree that replaces the artefact's own; empty to keep its own."""
+    """Tree that replaces the tree of the artefact; empty to keep that tree."""
     type: str | None = None
     """Type of the stored numbers, for a format with a choice; None for its default."""
     trust_remote_code: bool = False
@@ -103,7 +103,9 @@ def kind_held_in(source: Path) -> str:
 
 
 def check_format(source: Path, format: str, type: str | None = None) -> None:
-    """Reject an unknown type, a folder without weights or with links out of it, and a format unfit for the weights."""
+    """Reject an unknown type, a folder without weights or with links that lead out of it, and a format that does not
+    fit the weights.
+    """
     if not source.is_dir():
         raise UserError(f"the folder {source} does not exist: use the folder of a training run, or its final folder")
     for pattern, what in (("config.json", "no config.json"), ("*.safetensors", "no .safetensors file")):

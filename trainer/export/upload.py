@@ -59,11 +59,12 @@ def push(
     """Upload an exported folder to the model repository ORG/NAME in one commit; create a missing repository.
 
     A new repository is private unless ``public``. An existing repository with the other visibility is rejected, so that
-    nothing is published by accident. ``revision``: a branch, which is created if it is missing; by default ``main``.
-    With ``pull_request`` the commit becomes a pull request. Files that the upload does not replace are kept.
+    nothing is published by accident. ``revision``: a branch, by default ``main``, which is created if it does not
+    exist. With ``pull_request`` the commit becomes a pull request. Files that the upload does not replace are kept.
 
-    `UserError`, always one sentence, if the folder is not an export, or if a file is a pickle or contains the token.
-    Also if the token is missing, the repository id is malformed, or the Hub rejects the upload or cannot be reached.
+    Raises `UserError`, always one sentence, if the folder is not an export, if a file is a pickle or contains the
+    token, if the token is missing or the repository id is malformed, or if the Hub rejects the upload or cannot be
+    reached.
     """
     folder = Path(folder)
     if pull_request and revision is not None:

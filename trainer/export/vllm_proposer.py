@@ -26,11 +26,10 @@ _FORMAT = "headstart-medusa"
 
 
 class _Step(threading.local):
-    """States of this thread's current step: those for which logits were computed last, and those sampled from last.
-
-    A step computes the logits of its drafted tokens, samples, computes prompt logits if their log-probabilities are
-    wanted, and drafts. Sampling therefore stores the states, and drafting removes them. A later step can therefore
-    never use the states of an earlier one that did not draft.
+    """States of this thread's current step: the states whose logits were computed last, and the states from which
+    tokens were sampled last. A step computes the logits of its drafted tokens, samples, computes prompt logits if their
+    log-probabilities are wanted, and drafts. So sampling stores the states, and drafting removes them, and a later step
+    can never use the states of an earlier step that did not draft.
     """
 
     computed: Tensor | None = None
@@ -58,9 +57,9 @@ def _noting(forward: Callable[..., Any]) -> Callable[..., Any]:
 def state_rows(drafted: Sequence[int] | None, sampled: Sequence[Sequence[int]], rows: int) -> list[int]:
     """Return, for each request, the row of the state that wrote its newest token.
 
-    A step has one row per drafted token plus one more per request. ``sampled``: the new tokens of each request; n new
-    tokens mean that the request's n-th row wrote the newest. A request in the middle of its prompt has none.
-    RuntimeError if the number of rows does not match this step.
+    A step has one row per drafted token and one more row per request. ``sampled``: the new tokens of each request. If a
+    request has n new tokens, its n-th row wrote the newest one. A request in the middle of its prompt has no new token.
+    Raises RuntimeError if the number of rows does not match this step.
     """
     counts = [0] * len(sampled) if drafted is None else list(drafted)
     if len(counts) != len(sampled) or sum(counts) + len(counts) != rows:
@@ -78,8 +77,8 @@ def state_rows(drafted: Sequence[int] | None, sampled: Sequence[Sequence[int]], 
 def looked_up(text: Tensor, ngram: int, count: int) -> list[int]:
     """Return up to ``count`` tokens after the latest earlier occurrence of a text's last ``ngram`` tokens.
 
-    Returns nothing without an earlier occurrence, and fewer tokens if the text ends sooner. If the occurrence overlaps
-    or touches the last tokens, the text repeats itself, and the result repeats it further.
+    The result is empty if there is no earlier occurrence, and shorter if the text ends sooner. If the occurrence
+    overlaps or touches the last tokens, the text repeats itself, and the result repeats it further.
     """
     if len(text) <= ngram:
         return []
@@ -92,10 +91,9 @@ def looked_up(text: Tensor, ngram: int, count: int) -> list[int]:
 
 
 class HeadsProposer:
-    """Proposer of the heads' chain, or of a lookup's chain if a text's last ``ngram`` tokens occurred in it before.
-
-    vLLM builds it before loading any weights. Raises ValueError if the folder has no heads, if their sizes differ from
-    the target's, or if more tokens are wanted than there are heads.
+    """Proposer of the heads' chain, or of a lookup's chain if the last ``ngram`` tokens of a text also occurred
+    earlier. vLLM builds the proposer before it loads any weights. Raises ValueError if the folder has no heads, if
+    their sizes differ from the target's sizes, or if more tokens are requested than there are heads.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -198,7 +196,7 @@ class HeadsProposer:
 
 
 def _given(additional: Any) -> dict[str, Any]:
-    """Return our part of ``additional_config``; ValueError if it lacks the folder or has other keys or values."""
+    """Return our part of ``additional_config``; raise ValueError if the folder is missing or anything is invalid."""
     given = additional.get(KEY) if isinstance(additional, dict) else None
     held, wanted = dict(given) if isinstance(given, dict) else {}, {"heads": str, "depth": int, "ngram": int}
     if "heads" in held and all(type(value) is wanted.get(key) and value not in ("", 0) for key, value in held.items()):
@@ -221,7 +219,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_weights(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
-    """Read the tensors; ValueError unless their names and shapes match the config."""
+    """Read the tensors; raise ValueError unless their names and shapes match the config."""
     size, vocab, rank = config["hidden_size"], config["vocab_size"], config["markov_rank"]
     outputs = config["draft_vocab_size"] or vocab
     shapes: dict[str, tuple[int, ...]] = {}

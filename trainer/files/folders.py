@@ -261,7 +261,7 @@ def is_whole(path: Path, made_from: str, verify: bool) -> bool:
     """Return True for a sealed file of full size with this origin; ``verify`` also checks its checksum."""
     try:
         checksum = read_checksums(_seal_of(path))[path.name]
-        with safe_open(path, framework="pt") as file:  # this rejects a file of wrong size
+        with safe_open(path, framework="pt") as file:  # this raises an error for a file of the wrong size
             if (file.metadata() or {}).get(_MADE_FROM) != made_from:
                 return False
         return not verify or checksum == sha256_of(path)
@@ -290,10 +290,11 @@ _PATIENCE = 1.0  # seconds before a wait is reported
 
 @contextmanager
 def hold(folder: Path, on_wait: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Lock ``folder`` against other runs while this context lasts; create it if missing.
+    """Lock ``folder`` against other runs while this context lasts; create the folder if it is missing.
 
-    A process may lock a folder repeatedly; a kill releases its locks. If another run has the lock, raises UserError
-    naming its process and host. With ``on_wait`` it waits, and after a second passes a sentence to it.
+    A process may lock a folder repeatedly; if the process is killed, its locks are released. If another run has the
+    lock, UserError names the process and host of that run; with ``on_wait`` this function waits instead, and after a
+    second passes a sentence to ``on_wait``.
     """
     made = not folder.exists()
     try:

@@ -1,8 +1,8 @@
 """Model folders that transformers 4 and 5 read as the same model.
 
-transformers 5 writes only ``rope_parameters``. Version 4, and servers that read configs like it, look for
-``rope_theta`` and ``rope_scaling``, and silently use 10000 and no scaling. Folders written here have the keys of both
-versions, named as in transformers 4.57.
+transformers 5 writes only ``rope_parameters``. Version 4, and servers that read configs in the same way, look for
+``rope_theta`` and ``rope_scaling``; if these are missing, they silently use 10000 and no scaling. Folders written here
+have the keys of both versions, named as in transformers 4.57.
 """
 
 import json
@@ -22,9 +22,9 @@ from decoding.files.stored import SHARD_BYTES, read_object
 _REMEDY = "write the model again"
 _LOGGER = logging.getLogger(__name__)
 _RENAMED = {"torch_dtype": "dtype", "num_experts": "num_local_experts"}
-"""Keys of transformers 4 -> keys of transformers 5."""
+"""Maps keys of transformers 4 to keys of transformers 5."""
 _NAMES = {"gpt_neox": ("rotary_emb_base", "rotary_pct")}
-"""Model type -> its names for rope_theta and partial_rotary_factor."""
+"""Maps model types to their names for rope_theta and partial_rotary_factor."""
 _LOCAL = ("gemma3_text", "gemma3n_text")
 """Model types whose sliding layers have a ``rope_local_base_freq``."""
 _TYPE_ALONE = {"phi3": ("short_factor", "long_factor"), "olmo2": ("factor",)}
@@ -75,12 +75,12 @@ def _with_older_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return transformers 4's keys for a config's ``rope_parameters``, if it has any."""
+    """Return the keys of transformers 4 for a config's ``rope_parameters``; empty if the config has none."""
     rope, family = config.get("rope_parameters"), config.get("model_type")
     if not isinstance(rope, dict) or not rope:
         return {}
     keys: dict[str, Any] = {}
-    if all(isinstance(value, dict | None) for value in rope.values()):  # one for each type of layer
+    if all(isinstance(value, dict | None) for value in rope.values()):  # one set of parameters for each type of layer
         if family not in _LOCAL:
             raise UserError(f"they support one rotary embedding for all layers of a {family}, but it has several")
         local, rope = rope.get("sliding_attention") or {}, rope.get("full_attention") or {}

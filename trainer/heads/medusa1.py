@@ -52,7 +52,7 @@ class HeadLabels(NamedTuple):
     def of(batch: Batch, num_heads: int) -> "HeadLabels":
         """Call this on the host.
 
-        State and label are in the same row, so the offset of head k is k + 2 in the flattened batch.
+        The state and the label are in the same row, so in the flattened batch the offset of head k is k + 2.
         """
         states = head_positions(batch, num_heads)
         text = torch.cat([positions + k + 1 for k, positions in enumerate(states)])
@@ -63,7 +63,7 @@ class HeadLabels(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """Inputs of the heads' step: a batch, the target's states on it, and its lm_head if needed."""
+    """Inputs of a step of the heads: a batch, the target's states on this batch, and the target's lm_head if needed."""
 
     batch: Batch
     hidden: Float[Tensor, "batch positions hidden"]
@@ -82,7 +82,7 @@ class HeadsPrefetch(NamedTuple):
 
 
 class MedusaTraining(nn.Module):
-    """The heads with their loss: a sum per head over the answers' tokens."""
+    """The module that is trained: the heads, and for each head a loss summed over the tokens of answers."""
 
     def __init__(self, heads: MedusaHeads, section: HeadsSection) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class MedusaTraining(nn.Module):
         return head.features(flat_rows(inputs.hidden, inputs.labels.states[k]).to(dtype))  # type: ignore[arg-type]
 
     def _teacher(self, inputs: HeadInputs, text: Int[Tensor, " labels"]) -> Teacher | None:
-        """Return the target's distribution after these tokens: it predicts the same tokens as the heads."""
+        """Return the target's distribution after these tokens, which predicts the same tokens as the heads."""
         if not self._loss.soft:
             return None
         assert inputs.lm_head is not None, "soft targets need the target's lm_head"
@@ -169,17 +169,16 @@ def head_weights(section: HeadsSection, step: int, steps: int) -> tuple[float, .
 
 
 _LARGE = 0.5
-"""From this ratio of bytes, the heads' own lm_heads to the target, heads share the target's lm_head by default.
-
-Every draft would read these lm_heads, and training would keep them in fp32 with two moments. With 49,152 tokens and a
-target of 135M parameters, four lm_heads have 0.84 of its size; with 4,096 tokens and 11M parameters, they have 0.47.
+"""Heads share the target's lm_head by default if separate lm_heads would take at least this share of the target's
+bytes. Every draft would read these lm_heads, and training would keep them in fp32 with two moments. With 49,152 tokens
+and a target of 135M parameters, four lm_heads have 0.84 of the target's size; with 4,096 tokens and 11M parameters,
+they have 0.47 of it.
 """
 
 
 def with_sharing(section: HeadsSection, model: PreTrainedModel) -> tuple[HeadsSection, str]:
-    """Decide whether heads on ``model`` share its lm_head, if the section does not say; return a sentence about it.
-
-    Heads from ``heads.init`` keep what they have.
+    """If the section does not say whether heads on ``model`` share its lm_head, decide this and return a sentence about
+    the decision. Heads from ``heads.init`` stay as they are.
     """
     weight: Tensor = model.get_output_embeddings().weight
     # Bytes are counted, because quantised weights are packed and some are not parameters.
@@ -196,7 +195,7 @@ _SHAPE = ("num_heads", "num_layers", "shared_lm_head", "markov_rank")
 
 
 def check_init(section: HeadsSection, **sizes: int) -> None:
-    """Raise UserError if the heads in ``heads.init`` have another shape than the section says, or other ``sizes``.
+    """Raise UserError if the heads in ``heads.init`` differ from the shape in the section, or from ``sizes``.
 
     A None in the section fits any value.
     """
@@ -219,9 +218,8 @@ def check_init(section: HeadsSection, **sizes: int) -> None:
 def initial_heads(
     lm_head: Float[Tensor, "vocab hidden"], section: HeadsSection, written: Sequence[int] | None = None
 ) -> MedusaHeads:
-    """Return fp32 heads on ``lm_head``'s device: from ``heads.init``, or new ones that predict like ``lm_head``.
-
-    ``written``: the tokens that new heads write, in increasing order; None: all.
+    """Return fp32 heads on the device of ``lm_head``: heads from ``heads.init``, or new heads that predict like
+    ``lm_head``. ``written``: the tokens that new heads can write, in increasing order; None means all tokens.
     """
     config = MedusaConfig(
         hidden_size=lm_head.shape[1],
@@ -257,8 +255,8 @@ def start_heads(heads: MedusaHeads, start: Start, lm_head: Float[Tensor, "vocab 
 
 
 OF_FITTED = 0.05
-"""Learning rate of fitted linear maps, relative to that of other weights. A few components of a target's states are
-very large, so equal steps on all weights of such a map would destroy its predictions."""
+"""Learning rate of fitted linear maps, relative to the learning rate of other weights. A few components of a target's
+states are very large, so equal steps on all weights of such a map would destroy its predictions."""
 
 
 class MedusaObjective:
@@ -272,7 +270,10 @@ class MedusaObjective:
         dtype: torch.dtype,
         written: Sequence[int] | None = None,
     ) -> None:
-        """``dtype`` is the target's; finished heads are stored and decoded in it. ``written``: see `initial_heads`."""
+        """``dtype`` is the dtype of the target; finished heads are stored and used in it.
+
+        ``written``: see `initial_heads`.
+        """
         self._states = states
         self._section = section
         self._steps = steps
@@ -335,7 +336,7 @@ def head_positions(batch: Batch, num_heads: int) -> tuple[Int[Tensor, " labels"]
 def decoding_copy(heads: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:
     """Return a copy in ``dtype`` for decoding while training continues, without a second copy in fp32."""
     cast = {id(p): nn.Parameter(p.detach().to(dtype, copy=True), p.requires_grad) for p in heads.parameters()}
-    return copy.deepcopy(heads, cast).eval()  # deepcopy uses what its memo contains already
+    return copy.deepcopy(heads, cast).eval()  # deepcopy does not copy objects that are in its memo
 
 
 def fit_tree(heads: MedusaHeads, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]], tree_nodes: int) -> None:
@@ -348,7 +349,7 @@ def fit_tree(heads: MedusaHeads, target: CausalLM, texts: Sequence[tuple[Sequenc
 def rank_accuracies(
     target: CausalLM, heads: MedusaHeads, texts: Sequence[tuple[Sequence[int], int]]
 ) -> list[list[float]]:
-    """Return the share of labels that are head k's rank-r token, at ``[k][r]`` (both from 0).
+    """Return, at ``[k][r]``, the share of labels that are the token of rank r of head k (both from 0).
 
     A bias reads the previous token of the text.
     """
@@ -358,7 +359,9 @@ def rank_accuracies(
 def _new_tokens(
     target: CausalLM, heads: MedusaHeads, texts: Sequence[tuple[Sequence[int], int]]
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each head (from 0), its labels among a text's new tokens, and its logits there."""
+    """Yield, for each head (from 0), the head's number, its labels among the new tokens of a text, and its logits for
+    them.
+    """
     lm_head = target.model.get_output_embeddings()
     device = next(heads.parameters()).device
     for tokens, prompt_length in texts:

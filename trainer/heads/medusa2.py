@@ -1,4 +1,4 @@
-"""The Medusa-2 objective: heads and the target's LoRA adapters, trained jointly (2401.10774, section 2.2.2)."""
+"""The Medusa-2 objective, which trains heads jointly with LoRA adapters of the target (2401.10774, section 2.2.2)."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -39,7 +39,7 @@ from trainer.learning.spans import span
 from trainer.recipe.heads import AdaptersSection, HeadsSection
 from trainer.target.loading import check_logits, logit_scale, logit_transform
 
-if TYPE_CHECKING:  # it is slow to import and needed only here
+if TYPE_CHECKING:  # peft is slow to import and needed only here
     from peft import PeftModel
 
 TARGET_FOLDER = "target"
@@ -47,7 +47,7 @@ TARGET_FOLDER = "target"
 
 
 class JointTraining(nn.Module):
-    """The target with adapters, and heads on it. The last loss term is the target's next token."""
+    """The target with adapters, and heads on this target. The last loss term is for the target's own next token."""
 
     def __init__(self, model: "PeftModel", heads: MedusaTraining) -> None:
         super().__init__()
@@ -64,10 +64,10 @@ class JointTraining(nn.Module):
         remembers: bool = False,
         scale: Float[Tensor, " terms"] | None = None,
     ) -> TermSums:
-        """Return losses and hits, (heads + 1,) each, and the total. Without ``joint`` the target is not trained.
+        """Return losses and hits, (heads + 1,) each, and the total.
 
-        With ``remembers`` the target's loss is its KL from the target without adapters; otherwise it is the cross
-        entropy on the data.
+        Without ``joint`` the target is not trained. With ``remembers`` the target's loss is the KL divergence from the
+        target without adapters; otherwise it is the cross entropy on the data.
         """
         teacher = self._as_it_was(batch) if remembers else None
         with nullcontext() if joint else span("target"), torch.set_grad_enabled(joint):
@@ -115,7 +115,7 @@ class JointTraining(nn.Module):
 
 
 class JointLabels(NamedTuple):
-    """The labels of the heads, and the indices in the flattened batch whose next token is a label of the target."""
+    """The labels of the heads, and those indices in the flattened batch whose next token is a label of the target."""
 
     heads: HeadLabels
     target: Int[Tensor, " labels"]
@@ -142,7 +142,7 @@ class Medusa2Objective:
         training = MedusaTraining(initial_heads(lm_head, heads, written), heads)
         self.hit_name = training.hit_name
         if adapters.gradient_checkpointing:
-            # The name of the method since transformers 5.23, and the name before.
+            # The method has the first name since transformers 5.23, and had the second name before.
             model, names = target.model, ("activation_checkpointing_enable", "gradient_checkpointing_enable")
             next(getattr(model, name) for name in names if hasattr(model, name))({"use_reentrant": False})
         self.module: JointTraining = JointTraining(with_adapters(target.model, adapters), training)
@@ -162,7 +162,7 @@ class Medusa2Objective:
 
     def rates(self, step: int) -> Mapping[str, float]:
         rates = {"heads.": self._adapters.heads_rate, "": 1.0 if self._is_joint(step) else 0.0}
-        if self.heads.config.linear:  # heads.init may name fitted heads
+        if self.heads.config.linear:  # heads.init may name heads that were fitted
             maps = (f"heads.heads.heads.{k}.linear" for k in range(self._section.num_heads))
             rates |= dict.fromkeys(maps, self._adapters.heads_rate * OF_FITTED)
         return rates
@@ -191,7 +191,7 @@ class Medusa2Objective:
         fit_tree(self.heads, target, texts(), self._section.tree_nodes)
 
     def save(self, folder: Path) -> None:
-        """Write the heads, and into ``target/`` their target with the adapters merged in."""
+        """Write the heads, and write the target with the adapters merged in to ``target/``."""
         decoding_copy(self.heads, self._dtype).save_pretrained(folder)
         merged = merged_weights(self.module.model)
         write_model(base_of(self.module.model), self._tokenizer, folder / TARGET_FOLDER, merged)

@@ -24,7 +24,7 @@ class Bias(NamedTuple):
 
 
 class FusedLoss(NamedTuple):
-    """The loss of some rows of hidden states, and figures of each row, which have no gradient."""
+    """The loss of some rows of hidden states, and figures of each row; the figures have no gradient."""
 
     loss: Float[Tensor, ""]
     """The weighted sum of the rows' losses."""
@@ -33,7 +33,7 @@ class FusedLoss(NamedTuple):
     correct: Bool[Tensor, " rows"]
     """True if the row's argmax is the label."""
     accepted: Float[Tensor, " rows"]
-    """Each row's Σ min(p, q) at the mix's temperature: its probability of acceptance; 0 without a teacher."""
+    """Σ min(p, q) of each row at the mix's temperature: the probability of acceptance; 0 without a teacher."""
 
 
 def fused_loss(
@@ -74,7 +74,7 @@ def fused_loss(
     rows = GroupedRows(labels, groups, row_weights)
     assert rows.ends[-1:].sum() == len(hidden), "every row of hidden states has a group"
     layer = _Outputs(len(weight), tokens, soft_cap)
-    if not torch.is_grad_enabled():  # this is always False inside `apply`
+    if not torch.is_grad_enabled():  # grad mode is always off inside `apply`
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else Bias(bias.hidden.detach(), bias.weight.detach())
     pairs = (hidden, weight, *(bias or (None, None)))
@@ -172,7 +172,7 @@ def _mixed(
     layer: "_Outputs",
     repeat: Callable[[Tensor], Tensor],
 ) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"], Float[Tensor, "rows outputs"]]:
-    """Return each row's loss from fp32 or fp64 logits, its Σ min(p, q), and the gradient in the logits.
+    """Return, for each row of fp32 or fp64 logits, the loss, Σ min(p, q), and the gradient of the logits.
 
     ``repeat`` repeats values of the teacher's groups for the rows of these groups.
     """
@@ -199,7 +199,10 @@ def _mixed(
 
 
 def _hits(scores: Float[Tensor, "rows outputs"], right: Int[Tensor, " rows"]) -> Bool[Tensor, " rows"]:
-    """Mark the rows whose argmax is ``right``. On a CPU argmax is slow and runs only on rows that may hit."""
+    """Mark the rows whose argmax is ``right``.
+
+    On a CPU argmax is slow, so it runs only on rows whose argmax may be ``right``.
+    """
     if scores.device.type != "cpu":
         return scores.argmax(-1) == right
     likely = scores.gather(1, right.clamp(min=0)[:, None])[:, 0] == scores.amax(-1)
@@ -224,7 +227,7 @@ def _divergences(
 
 
 class _Outputs:
-    """An lm_head's outputs: the target token that each writes, and the soft cap on its products."""
+    """The outputs of an lm_head: the target's token for each output, and the soft cap on the products."""
 
     def __init__(self, count: int, tokens: Int[Tensor, " outputs"] | None, soft_cap: float | None) -> None:
         assert tokens is None or len(tokens) == count, "one token for each row of the weight"
@@ -236,7 +239,7 @@ class _Outputs:
         return products if self.soft_cap is None else (products / self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def outputs_of(self, tokens: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Return the output that writes each target token, or -1."""
+        """Return, for each token of the target, the output that writes it, or -1."""
         if self._sorted is None:
             return tokens.where(tokens < self._count, -1)
         known, order = self._sorted
@@ -246,7 +249,7 @@ class _Outputs:
     def compare(
         self, taught: KnownLogits, soft: Softmax, temperature: float, repeat: Callable[[Tensor], Tensor]
     ) -> tuple[TokenDivergences, Callable[[Tensor], Tensor]]:
-        """Return p and q on the known outcomes, and a function from pulls to the gradient in all logits.
+        """Return p and q on the known outcomes, and a function from pulls to the gradient of all logits.
 
         ``repeat`` repeats values of the teacher's groups for the rows of ``soft``.
         """
@@ -279,7 +282,7 @@ def _gradient(q: Tensor, outputs: Tensor | None, pull: Float[Tensor, "rows outco
 # --- matrix products: chunks of logits sized for the device, and their gradients --------------------------------------
 
 CHUNK_BYTES = 128 * 2**20
-"""Size of a chunk's logits on a CPU: smaller chunks slow down products, and larger chunks only take memory."""
+"""Size of a chunk's logits on a CPU: smaller chunks slow down products, and larger ones only take memory."""
 _GPU_CHUNK_BYTES = 2**30
 _GPU_ROWS, _GPU_COMPARED_ROWS = 4096, 1024
 """Rows per chunk that keep a GPU busy, without and with a teacher's logits."""
@@ -288,7 +291,7 @@ _BLOCK_BYTES, _GPU_BLOCK_BYTES = 2 * 2**20, 256 * 2**20
 
 
 def chunk_rows(width: int, itemsize: int, device: torch.device, compared: bool) -> int:
-    """Return how many rows of ``width`` logits fit in a chunk; ``compared`` says that a teacher has as many."""
+    """Return how many rows of ``width`` logits fit in a chunk; ``compared`` means that a teacher has as many logits."""
     if device.type != "cuda":
         return _rows_within(CHUNK_BYTES, width, itemsize)
     rows = _GPU_COMPARED_ROWS if compared else _GPU_ROWS
@@ -325,7 +328,7 @@ class Product:
         return torch.mm(self.hidden[rows], self.weight.T, out=self._held[:count])
 
     def take(self, rows: slice, gradient: Float[Tensor, "rows outputs"]) -> None:
-        """Accumulate from a chunk's gradient in the logits; the first chunk starts the sums."""
+        """Add the gradients that follow from a chunk's gradient of the logits; the first chunk starts the sums."""
         if self._of_hidden is not None:
             self._of_hidden[rows] = gradient @ self.weight
         if self._of_weight is not None:
@@ -342,16 +345,16 @@ def add_product(
     right: Float[Tensor, "rows hidden"],
     onto: bool,
 ) -> None:
-    """Add ``left @ right`` to fp32 or fp64 sums, or overwrite them unless ``onto``.
+    """Add ``left @ right`` to fp32 or fp64 sums, or overwrite the sums unless ``onto``.
 
-    Half-precision products are summed in fp32, without rounding them first if the device supports it.
+    Half-precision products are summed in fp32 and, if the device supports it, not rounded before.
     """
     if left.dtype == sums.dtype:
         torch.addmm(sums, left, right, beta=int(onto), out=sums)
     elif sums.is_cuda and torch.version.cuda is not None and torch.cuda.get_device_capability(sums.device) >= (8, 0):
         # The device adds half-precision products directly to fp32 sums.
         torch.addmm(sums, left, right, out_dtype=sums.dtype, beta=int(onto), out=sums)
-    else:  # if it were split by rows, this product would take a sixth longer
+    else:  # split by rows, this product would take a sixth longer
         product = left @ right
         _ = sums.add_(product) if onto else sums.copy_(product)
 
@@ -359,7 +362,7 @@ def add_product(
 def scale(gradient: Tensor, factor: Float[Tensor, ""]) -> Tensor:
     """Multiply a gradient in@group by a factor in fp32 or fp64 and return it.
 
-    The factor keeps its dtype: rounded to bf16, it would change the gradient of a whole term by up to 0.4%.
+    The factor keeps its dtype, because rounding it to bf16 would change the gradient of a whole term by up to 0.4%.
     """
     if gradient.dtype == factor.dtype:
         return gradient.mul_(factor)

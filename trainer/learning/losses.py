@@ -35,7 +35,7 @@ class LabelGroups(NamedTuple):
 
     @staticmethod
     def of(positions: Int[Tensor, " rows"]) -> "tuple[Int[Tensor, ' rows'], Int[Tensor, ' groups'], LabelGroups]":
-        """Return the order in which rows of equal position are together, the distinct positions, and their rows."""
+        """Return an order in which rows of equal position are together, the distinct positions, and their places."""
         order = positions.argsort(stable=True)
         distinct, of_rows, repeats = positions[order].unique_consecutive(return_inverse=True, return_counts=True)
         return order, distinct, LabelGroups(repeats.cumsum(0).numpy(force=True), of_rows)
@@ -82,7 +82,7 @@ class LossMix:
 
     weights: Mapping[Term, float]
     temperature: float = 1.0
-    """Divides both sides' logits in the divergences, but not in the cross entropy."""
+    """Divides the logits of target and draft in the divergences, but not in the cross entropy."""
 
     @staticmethod
     def of(section: LossSection) -> "LossMix":
@@ -96,9 +96,9 @@ class LossMix:
 
 
 class Pulled(NamedTuple):
-    """A term of each token, with its pulls: -q ∂term/∂q at each outcome.
+    """A term for each token, with its pulls: -q ∂term/∂q at each outcome.
 
-    The gradient in the logits of q is q Σ pull - pull.
+    The gradient of the logits of q is q Σ pull - pull.
     """
 
     value: Float[Tensor, " rows"]
@@ -131,8 +131,9 @@ class TokenDivergences:
     """Loss terms of some tokens, from p and q on the outcomes. Shared parts are computed once.
 
     Without ``weights`` the outcomes are all tokens that the draft can write. With ``weights`` they are a sample with
-    repeats; its weighted sums estimate sums over all tokens without bias. Then ``forward_kl`` (up to a constant in
-    p(S)) and its gradient are unbiased; ``acceptance``, a function of such a sum, converges as the sample grows.
+    repeats, whose weighted sums estimate sums over all tokens without bias. With a sample, ``forward_kl`` (up to a
+    constant in p(S)) and its gradient are unbiased; ``acceptance``, which is a function of such a sum, converges as the
+    sample grows.
     """
 
     def __init__(
@@ -145,7 +146,8 @@ class TokenDivergences:
     ) -> None:
         """Compare p with q. ``repeat`` repeats values of label groups for the rows of q.
 
-        ``whole`` means that the draft can write every token and p sums to 1.
+        ``each`` is a function that repeats the places of p for the rows of q. ``whole`` means that the draft can write
+        every token and that p sums to 1.
         """
         p = log_p.exp()
         # Σ p log p and Σ p, both without the tokens that the draft cannot write.
@@ -195,7 +197,10 @@ class TokenDivergences:
 
     @property
     def _lacking(self) -> Float[Tensor, "rows outcomes"]:
-        """The slope of min(p, q) in q: 1 for q < p, 0 for q > p, 1/2 if equal. Booleans are slower on a CPU."""
+        """The slope of min(p, q) in q: 1 for q < p, 0 for q > p, and 1/2 for q = p.
+
+        Booleans would be slower on a CPU.
+        """
         log_p, log_q = self._log_sides
         return (log_p - log_q).sign_().add_(1).div_(2)
 
@@ -204,7 +209,9 @@ class TokenDivergences:
 
 
 class KnownLogits(NamedTuple):
-    """Logits of the target at some positions, over the whole vocabulary or over some tokens with the log total."""
+    """Logits of the target at some positions: over the whole vocabulary, or over some tokens together with the log
+    total.
+    """
 
     logits: Float[Tensor, "rows known"]
     tokens: Int[Tensor, "rows known"] | None = None
@@ -212,8 +219,9 @@ class KnownLogits(NamedTuple):
     log_total: Float[Tensor, " rows"] | None = None
     """Logsumexp over the whole vocabulary; present if ``tokens`` is."""
     drawn: int = 0
-    """The last ``drawn`` of ``tokens`` are a sample: drawn with replacement, by the target's probabilities, from all
-    tokens except the others in ``tokens``."""
+    """The last ``drawn`` of ``tokens`` are a sample, drawn with replacement by the target's probabilities from all
+    tokens except the other ones in ``tokens``.
+    """
 
     def block(self, rows: slice) -> "KnownLogits":
         """Return some of these rows."""
@@ -235,8 +243,8 @@ class KnownLogits(NamedTuple):
     def log_p(self, temperature: float, dtype: torch.dtype) -> Float[Tensor, "rows outcomes"]:
         """Return log probabilities of the outcomes: every token, or ``tokens`` in order.
 
-        Logits stored with their ``log_total`` are already divided by the loss's temperature. The log of 0 is the lowest
-        finite number, because 0 times that is 0.
+        Logits stored with their ``log_total`` are already divided by the loss's temperature. For the log of 0 the
+        lowest finite number is used, because 0 times that number is 0.
         """
         lowest = torch.finfo(dtype).min
         if self.log_total is None:
@@ -262,14 +270,14 @@ class Teacher(Protocol):
         """Number of logits per token."""
 
     def known_logits(self, start: int, stop: int, temperature: float) -> KnownLogits:
-        """Return the logits at tokens ``start`` to ``stop``; the loss will divide them by ``temperature``."""
+        """Return the logits at tokens ``start`` to ``stop``, which the loss will divide by ``temperature``."""
 
 
 class HiddenTeacher(NamedTuple):
     """The target's hidden states and lm_head, which provide soft targets without a (tokens, vocab) tensor.
 
-    A chunk's logits are ``transform(hidden @ weight.T)`` in the weight's dtype and on its device. ``transform`` is what
-    the model applies after its lm_head (a scale, a soft cap).
+    A chunk's logits are ``transform(hidden @ weight.T)`` in the weight's dtype and on its device. ``transform`` is the
+    function that the model applies after its lm_head (a scale, a soft cap).
     """
 
     hidden: Float[Tensor, "tokens hidden"]
@@ -289,13 +297,13 @@ class HiddenTeacher(NamedTuple):
 class SampledTailTeacher(NamedTuple):
     """The target's k best logits, and a sample of the others that keeps losses and gradients unbiased.
 
-    The k best tokens are exact. From the others, the tail, n tokens were drawn with replacement by the target's
-    probabilities. A drawn token of probability p has weight P / (n p), with P the tail's total probability. Sums over
-    the vocabulary are then unbiased: ``forward_kl`` and its gradient q - p', with Σ p' = 1. ``acceptance``, a function
-    of such a sum, converges as P falls or n grows. If the draft can write only some tokens, the value of ``forward_kl``
-    also converges, but its gradient does not. Sparse Logit Sampling (2503.16870) explains the bias of top-k alone.
-
-    The ``known`` logits, the sampled ones last, are already divided by ``temperature``, which must equal the loss's.
+    The k best tokens are exact. From the other tokens, called the tail, n tokens were drawn with replacement by the
+    target's probabilities. A drawn token of probability p has weight P / (n p), where P is the total probability of the
+    tail. With these weights, sums over the vocabulary are unbiased, and so are ``forward_kl`` and its gradient q - p',
+    with Σ p' = 1. ``acceptance``, which is a function of such a sum, converges as P falls or n grows. If the draft can
+    write only some tokens, the value of ``forward_kl`` also converges, but its gradient does not. Sparse Logit Sampling
+    (2503.16870) explains the bias of top-k alone. The ``known`` logits, the sampled ones last, are already divided by
+    ``temperature``, which must equal the loss's.
     """
 
     known: KnownLogits

@@ -37,7 +37,9 @@ class TermSums(NamedTuple):
 
     losses: Float[Tensor, " terms"]
     hits: Float[Tensor, " terms"]
-    """Correct argmaxes, or the overlap Σ min(p, q); NaN for a term without hits."""
+    """For each term, the number of correct argmaxes, or the sum of the overlap Σ min(p, q); NaN for a term without
+    hits.
+    """
     total: Float[Tensor, ""]
     """Σ scale * loss, the only differentiable part."""
 
@@ -48,9 +50,9 @@ class TermSums(NamedTuple):
 
     @staticmethod
     def of_rows(loss: FusedLoss, terms: Int[Tensor, " rows"], count: int, soft: bool) -> "TermSums":
-        """Add the figures of each row to its term; the rows are already weighted. Hits are acceptances if ``soft``.
+        """Add the figures of each row to the sums of its term; the rows are already weighted.
 
-        A product is used, because `index_add` on a GPU adds in random order.
+        Hits are acceptances if ``soft``. A product is used, because `index_add` on a GPU adds in random order.
         """
         belongs = (torch.arange(count, device=terms.device)[:, None] == terms).to(loss.losses.dtype)
         hits = loss.accepted if soft else loss.correct.to(loss.losses.dtype)
@@ -76,16 +78,16 @@ class Objective(Protocol):
     def rates(self, step: int) -> Mapping[str, float]:
         """Return learning-rate factors at a step by parameter-name prefix; ``""`` covers all others.
 
-        Every step has the same keys: they are the optimizer's groups.
+        The keys are the optimizer's groups, so they are the same at every step.
         """
 
     def counts(self, batch: Batch, step: int) -> Float[Tensor, " terms"]:
-        """Return the number of labels that each term has in this batch at a step (from 0)."""
+        """Return the number of labels of each term in this batch, at a step (from 0)."""
 
     def prefetch(self, batch: Batch, step: int) -> Any:
-        """Prepare, for a batch on the host, the inputs that need no model, such as rows from disk.
+        """Prepare the inputs of a batch on the host that need no model, such as rows from disk.
 
-        Runs in a thread while another micro batch trains. Tensors in tuples and mappings are moved to the device.
+        This runs in a thread while another micro batch trains. Tensors in tuples and mappings are moved to the device.
         """
 
     def inputs(self, batch: Batch, step: int, prefetched: Any = None) -> tuple[Any, ...]:
@@ -105,4 +107,4 @@ class Objective(Protocol):
 
 
 EVERYWHERE_THE_SAME: Mapping[str, float] = {"": 1.0}
-"""`Objective.rates` with a single learning rate for all parameters."""
+"""The result of `Objective.rates` if all parameters have the same learning rate."""

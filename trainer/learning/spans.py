@@ -61,7 +61,7 @@ class Stopwatch:
     def step(self) -> StepTimes | None:
         """Return the times since the last call; None at the first call, and after `restart`.
 
-        A span that the GPU has not passed yet counts for the next step.
+        A span that the GPU has not finished yet counts for the next step.
         """
         now, began = time.perf_counter(), self._began
         self._began = now

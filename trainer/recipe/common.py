@@ -39,7 +39,7 @@ class DataSection(Section):
     """Longest sequence in tokens. Longer texts are split; longer chats are cut off and counted."""
     max_rows: Annotated[int, Field(ge=1)] | None = None
     packing: bool = False
-    """Put several short examples into one sequence. They do not attend to each other."""
+    """Put several short examples into one sequence. The examples do not attend to each other."""
     bad_rows: Literal["stop", "skip"] = "stop"
     """What to do with an unusable row: stop the run, or report, count and skip the row."""
     num_proc: Annotated[int, Field(ge=1)] = 1
@@ -66,8 +66,10 @@ class TrainingSection(Section):
     micro_batch_size: Annotated[int, Field(ge=1)] = 16
     """Sequences per forward pass of a process; gradients accumulate until the batch is complete."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """``muon``: Muon for inner matrices and AdamW for all else. Drafts that start from scratch train much faster with
-    it."""
+    """``muon``: Muon for inner matrices and AdamW for all other weights.
+
+    Drafts that start from scratch train much faster with Muon.
+    """
     adam_beta2: Annotated[float, Field(gt=0, lt=1)] = 0.95
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
@@ -98,23 +100,32 @@ class EvaluationSection(Section):
     """Held-out prompts of an evaluation. With 0 there are neither evaluations nor a fitted tree, and heads keep a
     chain."""
     best_prompts: Annotated[int, Field(ge=8)] = 64
-    """Least number of prompts in an evaluation with ``keep: best``. With fewer than eight there is no interval."""
+    """Smallest number of prompts in an evaluation with ``keep: best``.
+
+    With fewer than eight prompts there is no interval.
+    """
     tree_prompts: Annotated[int, Field(ge=1)] = 64
-    """Training prompts whose greedy answers by the target fit the tree of finished heads or of a DSpark draft."""
+    """Number of training prompts.
+
+    On the target's greedy answers to them, the tree of finished heads or of a DSpark draft is fitted.
+    """
     prompt_tokens: Annotated[int, Field(ge=1)] = 64
-    """Tokens at the start of a plain text that serve as its prompt."""
+    """Number of tokens at the start of a plain text that serve as its prompt."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 64
     batch_size: Annotated[int, Field(ge=1)] = 4
     """Number of prompts decoded together. Processes share whole batches, so figures do not depend on the number of
     processes."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     keep: Literal["last", "best"] = "last"
-    """Weights of the finished run: those of the last step, or those with the most tokens per target pass if the 95%
-    interval of their gain over the last step excludes 1."""
+    """Weights of the finished run.
+
+    ``last``: the weights of the last step. ``best``: the weights with the most tokens per target pass, if the 95%
+    interval of their gain over the last step excludes 1.
+    """
 
     @property
     def evaluated(self) -> int:
-        """Prompts of each evaluation."""
+        """Number of prompts in each evaluation."""
         return max(self.prompts, self.best_prompts) if self.keep == "best" else self.prompts
 
     @model_validator(mode="after")
@@ -132,7 +143,7 @@ class CheckpointSection(Section):
 
 
 Divergence = Literal["forward_kl", "acceptance", "total_variation"]
-"""Terms that compare the logits with the target's."""
+"""Terms that compare the logits with the logits of the target."""
 Term = Literal["cross_entropy", Divergence]
 """Terms on the logits."""
 
@@ -140,9 +151,9 @@ Weight = Annotated[float, Field(ge=0)]
 
 
 class LossSection(Section):
-    """Weights of the loss's terms. p is the target's distribution, q that of the draft or head.
+    """Weights of the loss's terms. p is the distribution of the target, and q is the distribution of the draft or head.
 
-    Terms default to 0. Without any term, heads train on cross_entropy 1 and drafts on forward_kl 1.
+    Terms default to 0. If no term is set, heads train on cross_entropy 1 and drafts on forward_kl 1.
     """
 
     forward_kl: Weight = 0.0
@@ -150,11 +161,11 @@ class LossSection(Section):
     acceptance: Weight = 0.0
     """−log Σ min(p, q). Σ min(p, q) is the per-position acceptance."""
     total_variation: Weight = 0.0
-    """1 − Σ min(p, q). DSpark's paper has cross_entropy 0.1 and total_variation 1.8."""
+    """1 − Σ min(p, q). The paper on DSpark uses cross_entropy 0.1 and total_variation 1.8."""
     cross_entropy: Weight = 0.0
     """Cross entropy on the data's tokens."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """The logits of both sides are divided by it in every term except ``cross_entropy``."""
+    """The logits of both target and draft are divided by this number in every term except ``cross_entropy``."""
 
     @property
     def mix(self) -> dict[Term, float]:
@@ -206,7 +217,7 @@ class CommonRecipe(Section):
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     tracking: tuple[Literal["wandb", "tensorboard", "trackio", "mlflow"], ...] | None = None
-    """A tracker, a list of trackers, or ``none``. If it is not set, wandb is used if WANDB_API_KEY is set. ``wandb``
+    """A tracker, a list of trackers, or ``none``. If this key is not set but WANDB_API_KEY is, wandb is used. ``wandb``
     without a key runs offline. metrics.jsonl is always written."""
 
     @field_validator("tracking", mode="before")

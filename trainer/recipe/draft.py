@@ -15,7 +15,9 @@ class FromTargetSection(Section):
     """A draft made from the target's embeddings and some of its layers."""
 
     layers: Annotated[int, Field(ge=1)] | tuple[int, ...] = 1
-    """The number of layers, evenly spaced; or a list of indices from 0, in which negative ones count from the end."""
+    """The number of layers, which are evenly spaced; or a list of indices from 0, where negative indices count from the
+    end.
+    """
 
 
 class InitSection(Section):
@@ -44,24 +46,26 @@ class InitSection(Section):
 
 
 class PolicySection(Section):
-    """Relative shares of the three sources of answers in each step. Prompts always come from the data.
+    """Relative shares of the three sources of answers in each step.
 
-    ``offline``: answers in the data · ``target``: new answers by the target · ``loop``: new answers by target and draft
-    in the speculative loop; ``loop_trains`` selects their trained tokens (Draft-OPD, 2605.29343).
+    Prompts always come from the data. ``offline``: answers in the data · ``target``: new answers by the target ·
+    ``loop``: new answers by target and draft in the speculative loop, of which ``loop_trains`` selects the trained
+    tokens (Draft-OPD, 2605.29343).
     """
 
     offline: Weight = 0.0
     target: Weight = 0.0
     loop: Weight = 0.0
     loop_trains: LoopTrains = "rejected"
-    """``rejected``: only the tokens that replaced a drafted token · ``all``: the whole answer. DSpark and EAGLE-3
-    drafts require ``all``: they train on runs of tokens.
+    """``rejected``: only the tokens that replaced a drafted token · ``all``: the whole answer.
+
+    DSpark and EAGLE-3 drafts require ``all``, because they train on sequences of consecutive tokens.
     """
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Sampling temperature of the generated texts."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 128
     every: Annotated[int, Field(ge=1)] = 1
-    """Generate the texts of this many steps together, with the draft as it is before the first of them."""
+    """Generate the texts for this many steps together, with the draft as it is before the first of these steps."""
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Texts that a process decodes together."""
 
@@ -88,7 +92,9 @@ _SOURCES = ("offline", "target", "loop")
 
 
 class TeacherSection(Section):
-    """Target logits, written to disk once: the best ones, and a sample of the others that keeps gradients unbiased."""
+    """The target's logits, written to disk once: the largest ones, and a sample of the others that keeps gradients
+    unbiased.
+    """
 
     folder: str
     top_k: Annotated[int, Field(ge=1)] = 48
@@ -100,30 +106,39 @@ class TeacherSection(Section):
 class DSparkSection(Section):
     """A DSpark draft (2607.05147): K tokens per forward pass, from the target's states after several layers.
 
-    It uses the target's embedding and lm_head, and by default its widths. ``draft.init.from_model`` names an existing
-    draft to train further.
+    It uses the target's embedding and lm_head, and by default the same widths as the target. ``draft.init.from_model``
+    names an existing draft to train further.
     """
 
     layers: Annotated[int, Field(ge=1)] = 2
     block_size: Annotated[int, Field(ge=1)] = 6
     """K, the number of tokens drafted in one forward pass."""
     taps: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Target layers (from 0) whose output the draft reads. None: three evenly spaced ones, five from 24 layers on."""
+    """Layers of the target (from 0) whose output the draft reads.
+
+    None: three evenly spaced layers, or five if the target has at least 24.
+    """
     intermediate_size: Annotated[int, Field(ge=1)] | None = None
-    """Width of the feed-forward layers; None: the target's."""
+    """Width of the feed-forward layers; None means the same width as in the target."""
     rope_theta: Annotated[float, Field(gt=0)] | None = None
-    """Base of the rotary embeddings' wavelengths; None: the target's, with its scaling if that is linear or yarn."""
+    """Base of the rotary embeddings' wavelengths.
+
+    None means the target's base, with the target's scaling if that is linear or yarn.
+    """
     rms_norm_eps: Annotated[float, Field(gt=0)] | None = None
-    """Epsilon of the norms; None: the target's."""
+    """Epsilon of the norms; None means the target's epsilon."""
     markov_rank: Annotated[int, Field(ge=0)] = 256
-    """Rank of a bias on the logits, which makes each token depend on the previous one. 0 means none (DFlash)."""
+    """Rank of a bias on the logits, which makes each token depend on the previous one. 0 means no bias (DFlash)."""
     confidence: bool | None = None
-    """Train a head that predicts each token's acceptance. Drafting does not use this head. None: only with a bias,
-    because servers reject such a head in a DFlash draft.
+    """Train a head that predicts the acceptance of each token.
+
+    Drafting here does not use this head. None: train it only if there is a bias, because servers reject such a head in
+    a DFlash draft.
     """
     sample_from_anchor: bool = True
-    """True: the newest token's slot predicts the next token. False: mask slots predict their own tokens; this takes one
-    more slot.
+    """True: the slot of the newest token predicts the next token.
+
+    False: each mask slot predicts the token at its own position, which takes one more slot.
     """
     fit_tokens: Annotated[int, Field(ge=0)] = 32_768
     """The bias of a new draft starts as the target's mean state after each token, on this many tokens of the data
@@ -132,33 +147,39 @@ class DSparkSection(Section):
     """A token that never occurs in texts. None means the padding token, or another token that no row contains. YAML
     reads ~ as null: quote it, as in mask_token='"~"' on a command line."""
     anchors: Annotated[int, Field(ge=1)] = 24
-    """Positions in each sequence after which blocks are trained; drawn again at every step."""
+    """Number of positions in each sequence after which blocks are trained; they are drawn again at every step."""
     decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Weight of each token's loss relative to the previous token's. The paper has exp(-1/4) = 0.78."""
+    """Weight of each token's loss relative to the weight of the previous token. The paper uses exp(-1/4) = 0.78."""
     tree_nodes: Annotated[int, Field(ge=0)] = 16
-    """Drafted nodes of the tree fitted to the finished draft on greedy texts of the target; 0: a chain. Servers, and
-    evaluations during training, draft chains."""
+    """Number of drafted nodes in the tree that is fitted to the finished draft on greedy texts of the target; 0 means a
+    chain. Servers, and evaluations during training, draft chains.
+    """
 
 
 class Eagle3Section(Section):
-    """An EAGLE-3 draft (2503.01840): one layer that goes on from the target's states, token by token.
+    """An EAGLE-3 draft (2503.01840): one layer that continues from the target's states, token by token.
 
-    It uses the target's embedding; its lm_head starts as the target's. ``draft.init.from_model`` names an existing
-    draft to train further.
+    It uses the target's embedding, and its lm_head starts as a copy of the target's lm_head. ``draft.init.from_model``
+    names an existing draft to train further.
     """
 
     steps: Annotated[int, Field(ge=1)] = 5
-    """Unrolled steps (``training-time test``): how many tokens after a position are trained, each from the draft's own
-    state at the token before. EAGLE has 7, speculators 3."""
+    """Number of unrolled steps (``training-time test``): how many tokens after a position are trained, each from the
+    draft's own state at the previous token. EAGLE uses 7 steps, and speculators uses 3.
+    """
     taps: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Target layers (from 0) whose output the draft reads. None: layers 1, N/2 - 1 and N - 4 of N, the only choice that
-    vLLM, SGLang and llama.cpp all read."""
+    """Layers of the target (from 0) whose output the draft reads.
+
+    None: layers 1, N/2 - 1 and N - 4 of N, which is the only choice that vLLM, SGLang and llama.cpp all read.
+    """
     intermediate_size: Annotated[int, Field(ge=1)] | None = None
-    """Width of the feed-forward layer; None: the target's."""
+    """Width of the feed-forward layer; None means the same width as in the target."""
     anchors: Annotated[int, Field(ge=1)] = 128
-    """Positions in each sequence after which the steps are unrolled; drawn again at every step of the training."""
+    """Number of positions in each sequence after which the steps are unrolled; they are drawn again at every step of
+    the training.
+    """
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Weight of each token's loss relative to the previous token's."""
+    """Weight of each token's loss relative to the weight of the previous token."""
 
 
 class DraftSection(Section):
@@ -166,9 +187,11 @@ class DraftSection(Section):
 
     init: InitSection = InitSection()
     vocabulary: Annotated[int, Field(ge=2)] | None = None
-    """Number of tokens that the draft can write: the most frequent in training answers. None: all. It reads all tokens
-    in any case. Fewer tokens make drafting and training cheaper where the target has many; SGLang loads no such DSpark
-    draft, but it loads EAGLE-3 drafts."""
+    """Number of different tokens that the draft can write: the most frequent ones in training answers.
+
+    None means all tokens. The draft reads all tokens in any case. If the target has many tokens, writing fewer makes
+    drafting and training cheaper. SGLang does not load such a DSpark draft, but it loads such EAGLE-3 drafts.
+    """
     loss: Annotated[LossSection, default_term("forward_kl")] = LossSection(forward_kl=1.0)
     policy: PolicySection = PolicySection()
     teacher: TeacherSection | None = None
@@ -223,7 +246,7 @@ class DraftSection(Section):
         kind, name = ("a DSpark", "dspark") if self.dspark else ("an EAGLE-3", "eagle3")
         if self.policy.loop and self.policy.loop_trains == "rejected":
             raise UserError(
-                f"draft.policy.loop_trains=rejected trains single tokens, but {kind} draft needs runs of trained "
+                f"draft.policy.loop_trains=rejected trains single tokens, but {kind} draft needs consecutive trained "
                 "tokens: set draft.policy.loop_trains=all"
             )
         others: dict[str, Any] = {"teacher": self.teacher}
@@ -243,8 +266,9 @@ class DraftRecipe(CommonRecipe):
     kind: Literal["draft"]
     draft: DraftSection = DraftSection()
     features: FeaturesSection | None = None
-    """Train a DSpark or EAGLE-3 draft from the target's states on disk. Only the target's last layer runs at every
-    step."""
+    """Train a DSpark or EAGLE-3 draft from the target's states on disk, so that only the target's last layer runs at
+    every step.
+    """
 
     @property
     def store(self) -> tuple[str, str] | None:

@@ -17,11 +17,14 @@ class HeadsSection(Section):
     markov_rank: Annotated[int, Field(ge=0)] = 0
     """Rank of a bias on each head's logits that depends on the previous token, such as 256; 0 means no bias."""
     shared_lm_head: bool | None = None
-    """True: heads consist only of residual blocks and share the target's lm_head, which makes them far smaller. None:
-    they share it if their own lm_heads would have at least half of the target's size."""
+    """True: heads consist only of residual blocks and share the target's lm_head, which makes the heads far smaller.
+
+    None: they share it if separate lm_heads would have at least half of the target's size.
+    """
     vocabulary: Annotated[int, Field(ge=1)] | None = None
-    """The heads write only the most frequent tokens of the data, at most this many, with copies of these rows of the
-    target's lm_head; drafting and training then read fewer rows. Requires ``shared_lm_head``. None means all tokens."""
+    """The heads can write only the most frequent tokens of the data, at most this many, with copies of their rows of
+    the target's lm_head, so drafting and training read fewer rows. Requires ``shared_lm_head``. None means all tokens.
+    """
     fit_tokens: Annotated[int, Field(ge=0)] = 32_768
     """New heads with a Markov bias start as a regression of the target's states, on this many tokens of the data
     (`trainer.target.initial`), instead of near the target's own prediction. 0: they start near this prediction.
@@ -42,14 +45,14 @@ class HeadsSection(Section):
 class AdaptersSection(Section):
     """Medusa-2 (2401.10774, section 2.2.2): LoRA adapters (2106.09685) on the target, trained with the heads.
 
-    Every linear layer except the lm_head gets one.
+    Every linear layer except the lm_head gets an adapter.
     """
 
     rank: Annotated[int, Field(ge=1)] = 32
     alpha: Annotated[float, Field(gt=0)] = 16.0
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.05
     heads_first_steps: Annotated[int, Field(ge=0)] = 0
-    """First steps that train the heads alone, before the adapters join."""
+    """Number of first steps that train only the heads, before the adapters join."""
     base_loss: Literal["cross_entropy", "forward_kl"] = "cross_entropy"
     """Loss of the target's next token: cross entropy on the data, or the KL from the target without adapters."""
     base_weight: Annotated[float, Field(ge=0)] = 1.0
@@ -68,7 +71,9 @@ class FeaturesSection(Section):
 
     folder: str
     states: StatesDtype = "target"
-    """Dtype of the states: the target's, bf16, or int8 with one scale per token and layer (half as large as bf16)."""
+    """Dtype of the states: the dtype of the target, bf16, or int8 with one scale per token and layer (half as large as
+    bf16).
+    """
     shard_tokens: Annotated[int, Field(ge=1024)] = 262_144
     keep_target: bool = True
     """True keeps the target in memory for evaluations during training. False releases it once the features are written

@@ -23,7 +23,7 @@ _ADAPTER: TypeAdapter[AnyRecipe] = TypeAdapter(Recipe)
 _KINDS: dict[str, type[AnyRecipe]] = {
     get_args(recipe.model_fields["kind"].annotation)[0]: recipe for recipe in get_args(AnyRecipe)
 }
-"""Value of the field ``kind`` -> the class of its recipes."""
+"""Maps values of the field ``kind`` to classes of recipes."""
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
@@ -50,7 +50,7 @@ def overridden(content: dict[str, Any], overrides: Sequence[str]) -> dict[str, A
 
 
 def _parsed(overrides: Sequence[str]) -> list[tuple[str, str]]:
-    """Split overrides into keys and values; raise UserError for one without '=', and for a repeated key."""
+    """Split overrides into keys and values; raise UserError for an override without '=', and for a repeated key."""
     if wrong := [override for override in overrides if "=" not in override]:
         raise UserError(f"override {wrong[0]!r} lacks '=': write section.key=value")
     given = [override.partition("=") for override in overrides]
@@ -64,7 +64,7 @@ def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> list[dict[Any, Any]
         raise UserError(f"{path} is its own base, through {len(above)} recipes: use another base")
     try:
         content = read_yaml(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # UnicodeDecodeError is one
+    except ValueError as error:  # UnicodeDecodeError is a ValueError
         raise _unreadable(path, error) from error
     if content is None or isinstance(content, str):  # an empty file, or one word without keys
         content = {}
@@ -91,7 +91,7 @@ def parse_recipe(content: Any, source: str = "recipe") -> AnyRecipe:
 
 
 def _explain(error: ValidationError) -> str:
-    # If a key is misspelt, the right one may be missing as well; the misspelling is reported.
+    # If a key is misspelt, the correct key may be missing as well; report the misspelling.
     first = next((mistake for mistake in error.errors() if mistake["type"] == "extra_forbidden"), error.errors()[0])
     location = [str(part) for part in first["loc"][1:]]  # the first part is the recipe's kind
     name = ".".join(location)

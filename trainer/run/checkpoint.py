@@ -1,8 +1,8 @@
 """Checkpoints: trained weights, optimizer state and step, as safetensors and JSON.
 
-A checkpoint gets its name only once it is complete and on disk; a kill or a full disk loses only that one. Data order,
-learning rate and random state are functions of the step and are not saved. Tensors are whole and named by parameter
-(see `state`), so a run may resume under another launcher or number of processes.
+A checkpoint gets its name only once it is complete and on disk, so a kill or a full disk loses only this checkpoint.
+Data order, learning rate and random state are functions of the step and are not saved. Tensors are whole and named by
+parameter (see `state`), so a run may resume under another launcher or number of processes.
 
 Each file has a checksum. A checkpoint that cannot be read is reported and skipped, but never deleted: perhaps the disk
 failed only for a moment.
@@ -35,9 +35,9 @@ _ASIDE = "unreadable-"
 # --- settings that may differ when a run resumes ----------------------------------------------------------------------
 
 _ALWAYS = (
-    *("name", "output", "tracking", "checkpoint"),  # the weights do not depend on these
+    *("name", "output", "tracking", "checkpoint"),  # the weights do not depend on these settings
     *("launch", "trust_remote_code", "training.micro_batch_size", "evaluation.batch_size"),
-    *("heads.tree_nodes", "draft.dspark.tree_nodes"),  # used only when the artefact is written
+    *("heads.tree_nodes", "draft.dspark.tree_nodes"),  # these settings are used only when the artefact is written
 )
 """Settings that may always differ, because they change only rounding or take effect even in a finished run."""
 _WHILE_TRAINING = ("training.learning_rate", "training.mixed_precision")
@@ -60,7 +60,7 @@ class Change(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """The settings that differ: those that may not differ, and those that may."""
+    """The settings that differ, divided into those that may not differ and those that may."""
 
     refused: list[Change]
     allowed: list[Change]
@@ -120,7 +120,9 @@ class Progress:
 
 
 class Best(NamedTuple):
-    """The weights with the highest held-out figure so far, with each prompt's new tokens and target passes."""
+    """The weights with the highest held-out figure so far, and for each prompt the numbers of new tokens and target
+    passes.
+    """
 
     progress: Progress
     figure: float
@@ -167,7 +169,7 @@ class Checkpoints:
         self.changes: list[Change] = []
         """Permitted differences from the settings of the checkpoint that `latest` returned."""
         self.best: Best | None = None
-        """The best weights so far. `latest` and `read` set them, `save` writes them."""
+        """The best weights so far. `latest` and `read` set this attribute, and `save` writes the weights."""
         self._recorded = self._origin
 
     def _all(self) -> list[Path]:
@@ -178,7 +180,7 @@ class Checkpoints:
         return [int(folder.name.removeprefix("step-")) for folder in self._all()]
 
     def last_good(self) -> str:
-        """Return a clause for messages that names the newest good checkpoint."""
+        """Return part of a sentence, for messages, that names the newest good checkpoint."""
         good = [folder for folder in self._all() if folder not in self.unreadable]
         return f"the last good checkpoint, {good[-1]}, is kept" if good else "there is no earlier checkpoint"
 
@@ -229,9 +231,8 @@ class Checkpoints:
         return saved
 
     def latest(self) -> Saved | None:
-        """Return the newest readable checkpoint, or None if there are none; skipped ones are listed in `unreadable`.
-
-        Raises UserError if another recipe made it, or if no checkpoint can be read.
+        """Return the newest readable checkpoint, or None if there are no checkpoints; skipped ones are listed in
+        `unreadable`. Raises UserError if another recipe made the checkpoint, or if none can be read.
         """
         self.unreadable = {}
         for folder in reversed(self._all()):
@@ -268,7 +269,7 @@ class Checkpoints:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return ``folder`` if it is a checkpoint, otherwise the newest one in it; None if there is none."""
+    """Return ``folder`` if it is a checkpoint; otherwise the newest checkpoint in it, or None if there is none."""
     if (folder / _STATE).is_file() and (folder / _WEIGHTS).is_file():
         return folder
     return max((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), default=None)

@@ -45,11 +45,13 @@ class Runner:
     ) -> None:
         self._accelerator = accelerator
         self._max_norm = section.max_grad_norm
-        accelerator.gradient_accumulation_steps = 1  # so accelerate does not average micro batches; we sum them
+        accelerator.gradient_accumulation_steps = 1  # because we sum micro batches ourselves
         self.module, *self._optimizers = accelerator.prepare(module, *optimizers)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of a micro batch's forward and backward pass; only the last one shares gradients."""
+        """Return the context for the forward and backward pass of a micro batch; only the last micro batch of a step
+        shares gradients.
+        """
         context: AbstractContextManager[Any] = nullcontext() if last else self._accelerator.no_sync(self.module)
         return context
 
@@ -58,7 +60,9 @@ class Runner:
         self._accelerator.backward(loss)
 
     def clip(self) -> Tensor | None:
-        """Clip the gradients and return their norm before clipping, on its device; None if only `step` knows it."""
+        """Clip the gradients and return their norm before clipping, as a tensor on its device; None if only `step`
+        knows the norm.
+        """
         norm: Any = self._accelerator.clip_grad_norm_(self.module.parameters(), self._max_norm)
         whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return whole
@@ -92,7 +96,7 @@ class _ZeroRunner(Runner):
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         if self._begun:
-            self.engine.step()  # this only counts the previous micro batch
+            self.engine.step()  # this call only counts the previous micro batch
         self._begun = True
         return nullcontext()
 
@@ -119,8 +123,8 @@ def prepare(
 def whole_parameters(accelerator: Accelerator, module: nn.Module) -> Iterator[None]:
     """Make every parameter of ``module`` whole on every process, so that a single process can run or copy the module.
 
-    All processes must enter this. Changes made inside are lost. ``module`` is the module of the objective, not its
-    wrapper.
+    All processes must enter this context. Changes made inside the context are lost. ``module`` is the module of the
+    objective, not its wrapper.
     """
     if zero_stage(accelerator) == 3:
         import deepspeed
@@ -150,9 +154,9 @@ def whole_parameters(accelerator: Accelerator, module: nn.Module) -> Iterator[No
 
 @contextmanager
 def _kept_whole_by_state_dicts(module: nn.Module) -> Iterator[None]:
-    """Remove FSDP2's hooks that shard the whole module again when ``state_dict`` is called on any part.
+    """Remove FSDP2's hooks, which shard the whole module again when ``state_dict`` is called on any part.
 
-    Copies that are made inside have no such hooks either; otherwise saving a copy would shard the original.
+    Copies that are made inside the context have no such hooks either; otherwise saving a copy would shard the original.
     """
     taken = []
     for part in module.modules():
@@ -227,7 +231,7 @@ def _adamw(groups: list[dict[str, Any]], section: TrainingSection) -> Optimizer:
         lr=section.learning_rate,
         betas=(0.9, section.adam_beta2),
         weight_decay=section.weight_decay,
-        fused=True,  # takes a fifth of the time on a CPU
+        fused=True,  # this takes a fifth of the time on a CPU
     )
 
 

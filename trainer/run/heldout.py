@@ -36,8 +36,8 @@ class Evaluator:
     """The real decoding loop, which decodes the same prompts with the same seeds in the same batches every time.
 
     Batches are dealt over the accelerator's processes (None: one process). All processes must call each method
-    together, and all get the same result. It does not depend on the number of processes: each prompt keeps its seed and
-    its batch, because in bf16 a batch can decide near-ties.
+    together, and all get the same result. The result does not depend on the number of processes: each prompt keeps its
+    seed and its batch, because in bf16 the other texts in a batch can decide near-ties.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Evaluator:
     def _dealt(
         self, prompts: Sequence[object], work: Callable[[Sequence[int]], Iterable[Row]], width: int
     ) -> list[Row]:
-        """Run ``work`` on each batch of prompt indices, on one process each; return all rows on every process.
+        """Run ``work`` on each batch of prompt indices, each batch on one process; return all rows on every process.
 
         A row has ``width`` integers, of which the first is at least 0. The rows of one batch keep their order. The
         number of processes does not change the batches. An error on one process becomes an error on all.
@@ -131,7 +131,7 @@ def _evaluator(job: Job, target: StoredTarget, accelerator: Accelerator | None) 
 
 
 class Watch:
-    """Evaluations during a run. If the recipe keeps the best weights, the evaluations choose the final ones.
+    """Evaluations during a run. If the recipe keeps the best weights, the evaluations choose the final weights.
 
     Every process takes part, with whole parameters, and gets the same result; only the main process writes.
     """
@@ -168,8 +168,9 @@ class Watch:
     def choose_weights(self, progress: Progress) -> Progress:
         """Load the weights to keep into the module at the end of training; return the progress that belongs to them.
 
-        Every process must call this, with whole parameters. The best weights must exceed the last ones by more than the
-        interval of their ratio, paired by prompt, because the best of several equal figures is always a little higher.
+        Every process must call this, with whole parameters. The best weights must exceed the last weights by more than
+        the interval of the ratio, paired by prompt, because the best of several figures is a little higher even if all
+        weights are equally good.
         """
         if self._section.keep == "last":
             return progress

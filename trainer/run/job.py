@@ -58,7 +58,7 @@ class Job:
     """The training data."""
     heldout: Dataset
     target: StoredTarget
-    """A `Target` if loaded, a `StoredTarget` if released to free memory."""
+    """A `Target` if the model is loaded, or a `StoredTarget` if it was released to free memory."""
     objective: Objective
     source: BatchSource
     """The training batches: from the data, or with texts that are written during training."""
@@ -83,8 +83,8 @@ class Job:
 def assemble(recipe: AnyRecipe, device: torch.device, process: Process, begins: bool = False) -> Job:
     """Load and check everything that the recipe names, and write the missing part of its `store`.
 
-    Every process calls this. ``begins``: no weights of an earlier start will be loaded, so first weights are fitted to
-    the target.
+    Every process calls this. ``begins`` means that no weights of an earlier start will be loaded, so initial weights
+    are fitted to the target.
     """
     if isinstance(recipe, MedusaRecipe):
         return _heads_job(recipe, device, process, begins)
@@ -117,7 +117,7 @@ def _heads_job(recipe: MedusaRecipe, device: torch.device, process: Process, beg
     heads, said = with_sharing(recipe.heads, model.model)
     process.say(said)
     transform = logit_transform(model.model.config.get_text_config(decoder=True))
-    if recipe.adapters is not None or transform is not None:  # a regression of states would be wrong by a scale
+    if recipe.adapters is not None or transform is not None:  # the regression of states would be wrong by this scale
         heads = heads.model_copy(update={"fit_tokens": 0})
     recipe = recipe.model_copy(update={"heads": heads})
     written = None

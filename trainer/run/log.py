@@ -28,17 +28,17 @@ from trainer.terminal.console import ProgressBar, say
 METRICS = "metrics.jsonl"
 """Name of the file with a run's figures, in its output folder."""
 _RUNS = "trackers.json"
-"""Name of the file with the trackers' own names for a run, in its output folder."""
+"""Name of the file, in a run's output folder, with the names that trackers gave the run."""
 _RUN_OF: dict[str, Callable[[Any], str]] = {
     "wandb": lambda run: str(run.id),
     "trackio": lambda run: str(run.name),
     "mlflow": lambda run: str(run.info.run_id),
 }
-"""Functions from a tracker's run to the name under which it continues at a later start; TensorBoard needs no name."""
+"""For each tracker, a function from its run to the name for continuing it later; TensorBoard needs none."""
 
 
 class Evaluation(NamedTuple):
-    """Held-out figures by name, with the drafter's label and each prompt's new tokens and target passes."""
+    """Held-out figures by name, the drafter's label, and the numbers of new tokens and passes for each prompt."""
 
     figures: dict[str, float]
     drafter: str
@@ -46,9 +46,9 @@ class Evaluation(NamedTuple):
 
 
 class Log:
-    """Writer of metrics.jsonl, the trackers and a progress bar (lines without a terminal); for the main process only.
+    """Writer of metrics.jsonl, of the trackers, and of a progress bar (lines if there is no terminal).
 
-    The trackers start in `begun`, once all checks have passed.
+    Only the main process has one. The trackers start in `begun`, once all checks have passed.
     """
 
     def __init__(self, recipe: AnyRecipe, accelerator: Accelerator, console: Console) -> None:
@@ -68,13 +68,13 @@ class Log:
         self._bar.__exit__(*exception)
         if exception[0] is None:
             self._tell_trackers(lambda tracker: tracker.finish())
-            self._accelerator.trackers.clear()  # otherwise `end_training` would finish them again
+            self._accelerator.trackers.clear()  # otherwise `end_training` would finish the trackers again
 
     def begun(self, progress: Progress, checkpoints: Checkpoints) -> None:
-        """Start the trackers. Print the step at which the run resumes, changed settings and skipped checkpoints.
+        """Start the trackers.
 
-        Only the main process calls this. At the first step of a run nothing of this is printed. Raises UserError if a
-        tracker cannot start.
+        If the run resumes, also print the step, changed settings and skipped checkpoints. Only the main process calls
+        this. Raises UserError if a tracker cannot start.
         """
         self._start_trackers(progress)
         self._supersede(progress)
@@ -109,8 +109,8 @@ class Log:
     def step(self, progress: Progress, figures: dict[str, float], times: StepTimes | None) -> None:
         """Log a step's figures; if its time is known, also its speed and the target's share of the time.
 
-        For tokens per second, each trained token of the texts counts once, however many predictions heads or a draft
-        make at it.
+        In tokens per second, each trained token of the texts counts once, even if heads or a draft predict it several
+        times.
         """
         tokens, self._tokens = progress.tokens - self._tokens, progress.tokens
         note = f"loss {figures['loss']:.3f}"
@@ -159,7 +159,7 @@ class Log:
             self._accelerator.init_trackers("headstart", settings, named)
             begun = {tracker.name: tracker.tracker for tracker in self._accelerator.trackers}
             names = {name: run_of(begun[name]) for name, run_of in _RUN_OF.items() if name in begun}
-        except Exception as error:  # each tracker has errors of its own
+        except Exception as error:  # trackers raise different types of errors
             raise UserError(
                 f"a tracker cannot start ({first_line(error)}): {remedy * bool(runs) or 'check its settings'}, or set "
                 "tracking=none"
@@ -174,7 +174,7 @@ class Log:
         for tracker in tuple(self._accelerator.trackers):
             try:
                 work(tracker)
-            except Exception as error:  # noqa: BLE001  # each tracker has errors of its own
+            except Exception as error:  # noqa: BLE001  # trackers raise different types of errors
                 self._accelerator.trackers.remove(tracker)
                 self.note(
                     f"warning: {tracker.name} failed ({first_line(error)}), so it gets no more figures until the next "
@@ -188,7 +188,7 @@ def _is_repeated(line: str, step: int, evaluates: bool) -> bool:
         row = json.loads(line)
         evaluation = any(name.startswith("heldout/") for name in row)
         return bool(row["step"] > step or (row["step"] == step and evaluation and evaluates))
-    except (ValueError, TypeError, KeyError):  # not a row of figures
+    except (ValueError, TypeError, KeyError):  # the line is not a row of figures
         return True
 
 
@@ -196,7 +196,7 @@ def _is_repeated(line: str, step: int, evaluates: bool) -> bool:
 
 
 def _flat(section: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a recipe's values under dotted names; for TensorBoard all values except numbers become text."""
+    """Yield a recipe's values under dotted names; for TensorBoard, values that are not numbers become text."""
     for name, value in section.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{before}{name}.")
@@ -212,7 +212,7 @@ def installed_trackers() -> list[str]:
 def trackers_of(tracking: Sequence[str] | None) -> list[str]:
     """Return the requested trackers that are installed; None requests wandb if ``WANDB_API_KEY`` is set.
 
-    wandb runs offline if there is no key, neither in the environment nor from ``wandb login``.
+    wandb runs offline if there is no key in the environment or from ``wandb login``.
     """
     has_key, installed = bool(os.environ.get("WANDB_API_KEY")), installed_trackers()
     wanted = tracking if tracking is not None else ["wandb"] if has_key else []

@@ -35,8 +35,10 @@ class Hooks(NamedTuple):
     """Callbacks around the steps, each called with the progress so far."""
 
     on_step: Callable[[Progress, dict[str, float]], None]
-    """Called on every process after each optimizer step. An error in it saves the state and ends the run on all
-    processes."""
+    """Called on every process after each optimizer step.
+
+    If it raises an error, the state is saved and the run ends on all processes.
+    """
     evaluate: Callable[[Progress], None]
     """Called on every process with whole parameters, and again if the run resumes at that step.
 
@@ -67,8 +69,8 @@ def train(
 ) -> Progress:
     """Train to the end of the recipe, resuming from the last checkpoint if there is one.
 
-    Raises `Interrupted` after a SIGTERM or SIGINT, once the state is saved. Raises UserError for a loss, gradient or
-    weights that are not finite; the last good checkpoint stays.
+    Raises `Interrupted` after a SIGTERM or SIGINT, once the state is saved. Raises UserError if the loss, a gradient or
+    a weight is not finite; the last good checkpoint stays.
     """
     optimizers = build_optimizers(objective.module, section, objective.rates(0).keys())
     saved = _saved_by_all(checkpoints)
@@ -97,9 +99,10 @@ def train(
             try:
                 hooks.on_step(progress, done.figures)
             except Exception as error:  # noqa: BLE001  # raised below, once the state is saved
-                failed = failed or error  # reaches the other processes together with the figures of the next step
+                failed = failed or error  # the others learn this together with the figures of the next step
             last = progress.step == section.steps
-            # A single process checks once more; several processes have agreed on stopping with the figures of the step.
+            # A single process checks once more. Several processes have already agreed on stopping, with the figures of
+            # the step.
             stop = done.stop if accelerator.num_processes > 1 else bool(stop_requested() or failed)
             if stop or last or progress.step % checkpoint_every == 0:
                 _save(accelerator, checkpoints, objective, optimizers, runner, progress)
@@ -117,7 +120,7 @@ def _raise(error: Exception | None) -> None:
 
 
 class _Done(NamedTuple):
-    """A step's figures and trained tokens over all processes; ``stop`` if any process must stop."""
+    """A step's figures and trained tokens over all processes; ``stop`` is true if any process must stop."""
 
     figures: dict[str, float]
     tokens: int
@@ -215,7 +218,7 @@ def _widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-_STOP = "stop"  # the note of a process that must stop
+_STOP = "stop"  # the figure by which a process says that it must stop
 _REMEDY = "To resume, lower training.learning_rate or set training.mixed_precision=no"
 
 
@@ -228,7 +231,7 @@ def _check_finite(name: str, values: Iterable[float], progress: Progress, checkp
 def _my_positions(section: TrainingSection, accelerator: Accelerator) -> range:
     """Return this process's positions in a batch.
 
-    They are dealt in turn, so the batch does not depend on their number.
+    Positions are dealt to the processes in turn, so the batch does not depend on the number of processes.
     """
     return range(accelerator.process_index, section.batch_size, accelerator.num_processes)
 
@@ -267,7 +270,10 @@ def _save(
 
 
 def _saved_by_all(checkpoints: Checkpoints) -> Saved | None:
-    """Return the state to resume. The first process chooses and verifies it, and all others read the same state."""
+    """Return the state from which to resume.
+
+    The first process chooses and verifies a checkpoint, and all others read the same one.
+    """
     chosen: list[Saved | None] = []
     on_first(lambda: chosen.append(checkpoints.latest()))
     step = from_first(lambda: chosen[0].progress.step if chosen[0] else 0)

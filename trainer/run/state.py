@@ -5,7 +5,7 @@ not positions or devices, identify tensors, so a run may resume under another la
 
 `torch.distributed.checkpoint.state_dict` does not fit. It stores tied weights twice, returns whole tensors only on the
 first process, and cannot gather on one process, as an evaluation inside `whole_parameters` does. If a state lacks a
-parameter, its setter rejects the state or invents one step for the parameter.
+parameter, the setter there rejects the state or invents one step for the parameter.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -55,12 +55,12 @@ def gather_moments(
 
 
 def _gathered(reads: Mapping[str, Callable[[], Tensor]], keep: bool) -> Tensors:
-    """Gather one tensor after the other, in the same order on every process."""
+    """Gather the tensors one after the other, in the same order on every process."""
     gathered = {}
     for name, read in reads.items():
         whole = read()
         if keep:
-            gathered[name] = whole.detach().to("cpu", copy=True).contiguous()  # later steps must not change it
+            gathered[name] = whole.detach().to("cpu", copy=True).contiguous()  # later steps must not change the copy
     return gathered
 
 
@@ -96,7 +96,7 @@ def load_moments(
         state = {
             index: {what: _sharded(tensor, parameter) for what, tensor in by_parameter[names[parameter]].items()}
             for index, parameter in parameters
-            if names[parameter] in by_parameter  # the other parameters never had a gradient
+            if names[parameter] in by_parameter  # parameters without moments never had a gradient
         }
         # torch knows the device of each moment; the kernel of a fused AdamW needs its step count on the GPU.
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

@@ -58,9 +58,9 @@ _STORED = ("features", "draft.teacher")
 def choose_tree(job: Job, evaluator: Evaluator | None) -> None:
     """Fit the tree of finished heads on training prompts; without an evaluator keep a chain.
 
-    Every process must call this, and all get the same tree.
+    Every process must call this, and the tree is the same on all processes.
     """
-    job.objective.module.eval()  # the module may contain the target
+    job.objective.module.eval()  # release the module as well, because it may contain the target
     if evaluator is not None:
         job.objective.choose_tree(evaluator.target, lambda: evaluator.greedy_texts(job.dataset))
 
@@ -94,9 +94,9 @@ def finish(
 def consolidate(checkpoint: Path, destination: Path, trust_remote_code: bool = False) -> str:
     """Write the artefact of a checkpoint with its provenance; return a sentence naming its step.
 
-    Reads the recipe's target and data again. Models run their own code only with ``trust_remote_code``, whatever the
-    stored recipe says. Raises UserError if target or data have changed since, or if the checkpoint is damaged or lacks
-    its recipe.
+    Reads the recipe's target and data again. Code of models runs only with ``trust_remote_code``, whatever the stored
+    recipe says. Raises UserError if the target or the data have changed since training, or if the checkpoint is damaged
+    or lacks its recipe.
     """
     state, saved = read_apart(checkpoint)
     recipe = parse_recipe(state["recipe"], f"{checkpoint.name}/state.json")
@@ -125,9 +125,9 @@ def _provenance(recipe: AnyRecipe, job: Job, progress: Progress, launch: Mapping
     }
     name = recipe.target
     if Path(name).exists():
-        name = str(Path(name).resolve())  # so that it is not mistaken for a Hub id
+        name = str(Path(name).resolve())  # an absolute path is not mistaken for a Hub id
     elif (named := hub_name(name)) is not None:
-        name = str(named._replace(revision=None))  # the revisions contain its commit
+        name = str(named._replace(revision=None))  # its commit is in the revisions
     folder = local_folder(recipe.target, weights=False)
     known = {"name": name, "fingerprint": job.target.fingerprint, **(source_of(folder) or {})}
     if (method := quantisation(folder)) is not None:
@@ -147,9 +147,8 @@ def _provenance(recipe: AnyRecipe, job: Job, progress: Progress, launch: Mapping
 
 
 def _about(dataset: Dataset, section: DataSection) -> dict[str, Any]:
-    """Describe a data set: digest, rows, commit, the prompts of its answers, source and licence (null if unknown).
-
-    The source of a hub data set is its id, without revision and configuration.
+    """Describe a data set: digest, rows, commit, the prompts to which its answers belong, source and licence (null if
+    unknown). The source of a hub data set is the id without revision and configuration.
     """
     hub_id = None if Path(dataset.path).exists() else hub_repository(dataset.path)
     return {
@@ -227,7 +226,7 @@ def _train(job: Job, accelerator: Accelerator, log: Log, watch: Watch, checkpoin
 
         def evaluate(progress: Progress) -> None:
             watch.evaluate(progress)
-            stopwatch.restart()  # so that the evaluation does not count in the time of the next step
+            stopwatch.restart()  # the time of the next step must not include the evaluation
 
         hooks = Hooks(on_step, evaluate, on_begin)
         training, every = recipe.training, recipe.checkpoint.every

@@ -96,7 +96,7 @@ class Connection:
         them. A request is repeated if the connection is lost, but not if the server is silent. Raises APIError, or
         UserError if the answer is not a completion or nothing came in time.
         """
-        ways, accepted = self._ways, self._accepted  # other requests may change the ways meanwhile
+        ways, accepted = self._ways, self._accepted  # other requests may change this list meanwhile
         for way in ways:
             try:
                 answer = await self._again_if_lost({**body, **way})

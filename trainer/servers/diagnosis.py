@@ -142,7 +142,7 @@ def compare_vocabularies(
     stored, known = _config_of(served), target.vocab_size
     size = stored.get("vocab_size")
     differences: list[Difference] = []
-    if kind_of(served) != "draft":  # these have no tokenizer
+    if kind_of(served) != "draft":  # folders of other kinds have no tokenizer
         if size != known:
             found = f"the served weights predict {size} tokens, but the target has {known}"
             differences.append((found, "serve weights that were trained on this target"))

@@ -213,7 +213,7 @@ def _read(completion: Completion) -> _Reply:
         raise _NoAnswer("empty", "the answer is empty")
     try:
         json.dumps(answer, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # it cannot be in the next request or in a training row
+    except UnicodeEncodeError as error:  # half a character cannot be in a request or in a training row
         raise _NoAnswer("failed", f"the answer contains half a character ({error.reason})") from error
     ids = completion.token_ids
     return _Reply(answer, completion.tokens or 0, truncated, completion.model, ids, completion.prompt_ids)

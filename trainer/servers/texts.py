@@ -1,4 +1,5 @@
-"""Comparisons of a server's reading of a prompt with the chat template, and of its greedy texts with the target.
+"""Two comparisons: the prompt as the server read it with the chat template, and the server's greedy texts with the
+target.
 
 A correct text has the target's best token or a near-tie everywhere, and the same end. A server can also score its
 greedy texts, without a draft, in passes over one token and in passes over several. A pass over several tokens may round

@@ -1,12 +1,12 @@
 """A cascade (Spector and Re 2308.04623; Chen et al. 2312.11462): a small draft drafts for a larger draft.
 
-The small draft writes a chain, and one pass of the large draft verifies it with a lossless rule. This repeats after the
-kept tokens until the large draft's chain is complete; then the target verifies the chain. The large draft thus runs
-fewer passes than it drafts tokens.
+The small draft writes a chain, and one pass of the large draft verifies it with a lossless rule. These two steps repeat
+after the kept tokens until the large draft's chain is complete; then the target verifies the chain. So the large draft
+runs fewer passes than it drafts tokens.
 
-The lossless rule makes every token of the chain a draw from q, the large draft's distribution in the token's context,
-whatever the small draft guessed. The chain's length does not depend on the draws. The target's rule therefore sees what
-it would see if the large draft had drafted alone: a sampled chain with its q. At temperature 0 the chain is the one
+Let q be the large draft's distribution of the next token. Because the rule is lossless, every token of the chain is a
+draw from q, whatever the small draft guessed, and the chain's length does not depend on the draws. For the target's
+rule it is as if the large draft had drafted alone: a sampled chain with its q. At temperature 0 the chain is the one
 that the large draft writes greedily.
 """
 
@@ -73,16 +73,18 @@ class CascadeDrafter(Drafter):
 
 
 class _Judged(NamedTuple):
-    """The large draft's verdict on a guess; ``q`` has a row for each token of the verdict, None if nothing is drawn."""
+    """The large draft's verdict on a guess; ``q`` has a row for each token of the verdict, or is None if nothing is
+    drawn.
+    """
 
     verdict: Verdict
     q: Float[Tensor, "written vocab"] | None
 
 
 class CascadeSession(RowsSession):
-    """Both drafts' states on a batch.
+    """The states of both drafts on a batch.
 
-    Its texts are the texts of the requests, each followed by the chain drafted last.
+    The states cover the texts of the requests, each followed by the chain drafted last.
     """
 
     def __init__(self, drafter: CascadeDrafter, large: DraftState, small: DraftState) -> None:
@@ -121,7 +123,7 @@ class CascadeSession(RowsSession):
             state.rewind(row, length)
 
     def _draft(self, requests: Sequence[DraftRequest], depths: Sequence[int]) -> list[Proposal]:
-        """Complete all chains; in each round every row without its whole chain gets one token or more."""
+        """Complete all chains; in each round every row whose chain is not complete gets at least one token."""
         texts = [self._texts[row] for row in range(len(requests))]
         missing = list(depths)
         q = [list[Tensor]() for _ in requests]

@@ -13,7 +13,7 @@ guesses that the same pass verifies.
 The tree depends on the text and on the logits of earlier passes, never on this step's random numbers. So it is
 deterministic, and a rule for deterministic proposals is lossless at any temperature: given all earlier steps the tree
 is fixed, and each token is drawn from the target's distribution in its context. A path of the window may therefore be
-accepted as well. The predictions are the target's argmax without sampling controls; that changes only how often they
+accepted as well. The predictions are the target's argmax without sampling controls, which affects only how often they
 are accepted.
 """
 
@@ -33,8 +33,9 @@ from decoding.rules.tree import Proposal, ProposalKind, TokenTree, TokenTrie
 class LookaheadDrafter(Drafter):
     """Drafter without a second model: W = ``window``, N = ``ngram`` and G = ``guesses`` of the paper.
 
-    ``guesses`` limits the n-grams kept for each first token, and thereby the branches tried in a step. The pool also
-    contains the n-grams of the prompt and the output. If a step has no room for the whole window, it runs guesses only.
+    ``guesses`` limits the number of n-grams kept for each first token, and so also the number of branches tried in a
+    step. The pool also contains the n-grams of the prompt and the output. If a step has no room for the whole window,
+    it runs guesses only.
     """
 
     name = "lookahead"
@@ -75,7 +76,7 @@ class LookaheadSession:
 
     @torch.inference_mode()
     def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
-        """Let each window that ran complete an n-gram in every column, and move its levels down by one."""
+        """Complete an n-gram in every column of each window that ran, and move the levels of the window down by one."""
         ran = [(self._windows[row], of_row) for row, of_row in enumerate(logits) if self._windows[row].ends]
         if not ran:
             return
@@ -94,7 +95,7 @@ class _Window:
         self._prompt_length = prompt_length
         self._columns: list[list[int]] = []  # tokens of each column, from level 0 up
         self._pool: dict[int, dict[tuple[int, ...], None]] = {}
-        """First token -> the remaining tokens of its latest n-grams; the latest n-gram comes last."""
+        """Maps a first token to the remaining tokens of its latest n-grams; the latest n-gram comes last."""
         self._read = 0
         self.ends: list[int] = []
         """The node at the end of each column in the last tree; empty if the window did not run."""
@@ -129,7 +130,7 @@ class _Window:
         self.ends = []
 
     def _paths(self) -> Iterator[list[int]]:
-        """Yield each column's path from below the root."""
+        """Yield the path of each column, starting below the root."""
         trunk: list[int] = []
         for index, column in enumerate(self._columns):
             trunk += column[:1] if index else []

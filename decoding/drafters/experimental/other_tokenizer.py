@@ -23,9 +23,9 @@ _HALF = "\ufffd"  # replacement character, written by decoders for the bytes of 
 
 
 class OtherTokenizerDrafter(TextDrafter):
-    """Drafter of a chain: the draft's greedy continuation of the text, ``tokens`` of the draft's tokens long.
+    """Drafter of a chain: the draft's greedy continuation of the text by ``tokens`` tokens of the draft.
 
-    The chain is a function of the text, so it is deterministic at any temperature.
+    The chain depends only on the text, so it is deterministic at any temperature.
     """
 
     name = "draft model with another tokenizer"
@@ -70,7 +70,10 @@ class OtherTokenizerDrafter(TextDrafter):
 
 
 class OtherTokenizerSession(TextSession):
-    """A session on one text. The draft's cache contains the keys of ``_held``, tokens of the draft's vocabulary."""
+    """A session on one text.
+
+    The draft's cache contains the keys of the tokens ``_held``, which are in the draft's vocabulary.
+    """
 
     def __init__(self, drafter: OtherTokenizerDrafter, target: CausalLM, max_length: int) -> None:
         self._drafter = drafter
@@ -92,7 +95,7 @@ class OtherTokenizerSession(TextSession):
         return Proposal(tree, ProposalKind.DETERMINISTIC)
 
     def _own_tokens(self, tokens: Sequence[int]) -> list[int]:
-        """Encode the text with the draft's tokenizer; empty if the text ends inside a character."""
+        """Encode the text with the draft's tokenizer; the result is empty if the text ends inside a character."""
         bos = self._drafter.target_tokenizer.bos_token_id
         readable = [token for token in tokens[tokens[0] == bos :] if token not in self._drafter.unreadable]
         text = _decode(self._drafter.target_tokenizer, readable)
@@ -101,7 +104,7 @@ class OtherTokenizerSession(TextSession):
         return [*self._drafter.prefix, *_encode(self._drafter.draft_tokenizer, text)]
 
     def _continue(self, own: list[int]) -> list[int]:
-        """Continue greedily, up to a special token; tokens with cached keys do not run again."""
+        """Continue the text greedily up to a special token; tokens whose keys are cached do not run again."""
         common = common_length(self._held, own[:-1])
         self._cache.truncate(0, common)
         columns = [self._best(self._draft.append([own[common:]], self._cache).logits)]

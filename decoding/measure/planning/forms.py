@@ -19,11 +19,11 @@ Load = Callable[[DrafterSpec], Drafter]
 
 _PRIOR_TRIALS = 2.0
 _FALL = 0.5
-"""Prior of a rank's share, relative to the share of the previous rank; it counts as `_PRIOR_TRIALS` trials."""
+"""Prior of a rank's share relative to the share of the previous rank; it counts as `_PRIOR_TRIALS` trials."""
 DEEPEST_CHAIN = 10
-"""Tokens of the longest chain tried with a draft model whose chain length is not given."""
+"""Length of the longest chain tried with a draft model if the spec does not give a length."""
 _TOP_SHARE, _SHARE_FALL, _DEPTH_FALL = 0.6, 0.5, 0.85
-"""Typical shares for the first tree: the share of the top token, and the decrease per rank and per depth."""
+"""Typical shares for the first tree: the share of the top token, and its factors per rank and per depth."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def family_of(spec: DrafterSpec, load: Load, most_nodes: int, most_depth: int) -
 
     For heads and DSpark drafts the plan may choose any tree, unless the spec sets a tree or tokens. For draft models,
     lookups and other drafters of chains it chooses the length, up to the tokens in the spec. Hybrids and trees from a
-    spec are measured in their own size only.
+    spec are measured only in the size that they have.
     """
     drafter, given = load(spec), set(spec.options)
     if isinstance(drafter, MedusaDrafter | DSparkDrafter) and not given & {"tree", "tokens"}:
@@ -94,7 +94,7 @@ class RankCounts:
 
     def __init__(self) -> None:
         self.trials: Counter[tuple[int, int]] = Counter()
-        """Number of reached nodes at a depth (the root's is 0) that have a child of this rank."""
+        """Number of reached nodes at a depth (0 for the root) that have a child of this rank."""
         self.hits: Counter[tuple[int, int]] = Counter()
         """How often the child of this rank was accepted at these nodes."""
 

@@ -22,7 +22,9 @@ _REMEDY = "make one with `headstart plan`"
 
 
 def plan_fingerprints(target: str, specs: Sequence[DrafterSpec], trusted: bool = False) -> dict[str, Any]:
-    """Return the fingerprints of a target and, by spec, of each drafter's weights (null if it has no weights)."""
+    """Return the fingerprint of the target and, by spec, the fingerprint of each drafter's weights (null without
+    weights).
+    """
     return {
         "target": stored_fingerprint(target, trusted),
         "drafters": {

@@ -26,7 +26,7 @@ from decoding.rules.best_tree import Paths, best_tree, expected_accepted
 from decoding.rules.sampling import SamplingConfig
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Numbers of tokens in the measured passes. Except for 1, they are also the sizes of the tried trees with the root."""
+"""Numbers of tokens in the measured passes; all except 1 are also sizes of the tried trees, including the root."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class CostSurvey:
 
 
 _LEAST_TO_SPLIT = 8
-"""With this many prompts or more, trees are chosen on one half of them and judged on the other half."""
+"""If there are at least this many prompts, trees are chosen on one half of the prompts and judged on the other half."""
 
 
 @dataclass
@@ -143,7 +143,9 @@ class Planner(CostSurvey):
 
     @property
     def steps(self) -> int:
-        """Pieces of work: each family's acceptance; per batch size the curve, the choices, and each family's costs."""
+        """Number of pieces of work: the acceptance of each family, and for each batch size the curve, the choices, and
+        the costs of each family.
+        """
         return len(self.families) + len(self.config.batch_sizes) * (2 + len(self.families))
 
     def run(self) -> dict[str, Any]:

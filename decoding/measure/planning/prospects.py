@@ -1,4 +1,6 @@
-"""Prospects before training: a draft's cost here, the acceptance that pays, and gains at published acceptance."""
+"""Prospects before training: the cost of a draft on this machine, the acceptance at which it pays, and gains at
+published acceptance.
+"""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -40,11 +42,11 @@ PUBLISHED = (
     Published("dspark", "DFlash, Qwen3-8B, maths", equal_rates(5.33, 7), "2607.05147, July 2026, GSM8K, T=1"),
     Published("draft", "115M, Llama-2-7B-Chat", (1 - 1 / 2.3,) * DEEPEST, "2403.00858, March 2024, at most 2.3 a pass"),
 )
-"""DFlash is a low estimate for DSpark: its five layers accept less than two of DSpark (2607.05147), as in recipes."""
+"""DFlash is a low estimate for DSpark: its five layers accept less than the two of DSpark in recipes (2607.05147)."""
 
 
 class Prospects(CostSurvey):
-    """Measured costs of untrained drafters by kind; drafters with random weights take as long as trained ones."""
+    """Measured costs of untrained drafters by kind; drafters with random weights take as much time as trained ones."""
 
     def __init__(
         self, target: CausalLM, drafters: Mapping[str, Drafter], prompts: Sequence[Sequence[int]], config: PlanConfig

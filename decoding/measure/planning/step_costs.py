@@ -26,18 +26,18 @@ from decoding.rules.best_tree import Paths
 LEAST_GAIN = 1.02
 """Speed-up below which speculation is not worth turning on."""
 BLOCK = 4
-"""Consecutive steps with one budget. The first is not counted, because it includes the cost of the switch."""
+"""Number of consecutive steps with one budget. The first is not counted, because it includes the cost of the switch."""
 _SIZES = 7
 """Largest number of budgets measured for a drafter; the costs of all others are computed."""
 _HICCUP = 3.0
 """Steps longer than this multiple of the median of their kind are left out: see `_typical`."""
 _MOST_TEXTS = 400
 _ROUNDS = 4
-"""After this many rounds a survey may end without samples of some budgets: texts may be too short for the deepest."""
+"""After this many rounds a survey may end without samples of budgets for which texts are too short."""
 
 
 class StepSeconds(NamedTuple):
-    """Seconds of one step of a whole batch, split into the loop's three parts."""
+    """Seconds of one step of a whole batch, split into drafting, verifying and overhead."""
 
     draft: float
     verify: float
@@ -68,9 +68,9 @@ class StepSurvey:
         self._last: Budget | None = None
 
     def is_done(self, in_time: bool = True) -> bool:
-        """Return True once every budget has its samples.
+        """Return True once every budget has all samples.
 
-        After the time limit, one sample each or `_ROUNDS` rounds suffice.
+        After the time limit, one sample of each budget or `_ROUNDS` rounds suffice.
         """
         if not in_time and self._left <= 0:
             return True
@@ -81,7 +81,9 @@ class StepSurvey:
         return next(self._turns)
 
     def observe(self, budget: Budget, steps: Sequence[StepCount], draft: float, verify: float, total: float) -> None:
-        """Record a step's seconds unless the budget just changed, rows are missing, or a text had no room for it."""
+        """Record a step's seconds unless the budget just changed, rows are missing, or a text had no room for the
+        draft.
+        """
         first, self._last = budget != self._last, budget
         no_room = any(step.room < budget.depth for step in steps)
         if not (first or no_room or len(steps) < self._rows or budget not in self._wanted):
@@ -159,7 +161,7 @@ class StepCosts:
 
     @property
     def plain(self) -> float:
-        """Seconds of a step of plain decoding, its overhead included."""
+        """Seconds of a step of plain decoding, including overhead."""
         return self.measured[NO_DRAFT].total
 
     def step(self, budget: Budget) -> StepSeconds:
@@ -212,7 +214,7 @@ def _fitted(points: Sequence[tuple[Sequence[float], float]], at: Sequence[float]
 class Candidate:
     """A form of a drafter: its spec, its size, and its tokens per target pass.
 
-    ``tree``: the paths of a tree chosen by the plan, else empty.
+    ``tree``: the paths of a tree chosen by the plan; otherwise empty.
     """
 
     spec: DrafterSpec
@@ -244,7 +246,7 @@ class Prediction:
 
     @property
     def cost(self) -> float:
-        """Cost of the step in steps of plain decoding, and thus the tokens per target pass at which it breaks even."""
+        """Cost of the step in units of a plain step; with this many tokens per target pass the draft breaks even."""
         return self.step.total / self.plain
 
 

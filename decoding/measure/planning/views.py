@@ -47,7 +47,9 @@ def _size(form: Mapping[str, Any]) -> str:
 
 
 def basis(plan: Mapping[str, Any]) -> str:
-    """Return a sentence that says on how many prompts acceptance was measured, and for how many seconds costs were."""
+    """Return a sentence that says on how many prompts acceptance was measured, and for how many seconds costs were
+    measured.
+    """
     chosen_on, judged_on = plan["halves"]
     others = f"on {chosen_on} of them, judged on the other {judged_on}"
     halves = others if chosen_on < plan["prompts"] else "and judged on all of them"

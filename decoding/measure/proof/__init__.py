@@ -1,1 +1,1 @@
-"""Proof that an engine, here or on a server, writes what its target would write (`headstart verify`)."""
+"""Tests whether an engine, in this process or on a server, writes what its target would write (`headstart verify`)."""

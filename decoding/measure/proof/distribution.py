@@ -10,9 +10,9 @@ from decoding.measure.proof.reference import EngineText, Reference
 from decoding.measure.proof.statistics import Cells, CountTest, LogProbability
 
 DEPTH = 3
-"""Tokens of a short continuation; the first comes from the prefill, the others from speculation."""
+"""Number of tokens of a short continuation; the first comes from the prefill, and the others come from speculation."""
 _CONTEXT = 25.0
-"""The next tokens after a beginning are counted if this many draws are expected to begin with it."""
+"""Next tokens are counted after a beginning if at least this many draws are expected to begin in that way."""
 TESTS = 1 + DEPTH
 """Number of tests with a p-value: the log-probability, and the next token at each position of a continuation."""
 
@@ -58,9 +58,8 @@ def written_p(value: float) -> str:
 
 
 def likely_beginnings(reference: Reference, prompt: Sequence[int], draws: int) -> dict[tuple[int, ...], Tensor]:
-    """Return p, (vocab,) in fp64, after each beginning of fewer than `DEPTH` tokens expected ``_CONTEXT`` times.
-
-    The target alone determines the beginnings; () is the prompt.
+    """Return p, (vocab,) in fp64, after each beginning of fewer than `DEPTH` tokens that is expected ``_CONTEXT``
+    times. The target alone determines the beginnings; the empty beginning () is the prompt.
     """
     p_after: dict[tuple[int, ...], Tensor] = {}
     level: dict[tuple[int, ...], float] = {(): float(draws)}
@@ -83,10 +82,9 @@ def counts_after(path: tuple[int, ...], p: Tensor, texts: Sequence[tuple[int, ..
 
 
 def open_beginnings(reference: Reference, texts: Sequence[EngineText], count: int) -> list[tuple[int, ...]]:
-    """Return the beginnings of ``count`` texts, cut before `DEPTH` tokens of about one nat of entropy each.
-
-    At such places a few continuations get most draws. If very many continuations were likely, or only one, counts would
-    show little.
+    """Return the beginnings of ``count`` texts, each cut so that the next `DEPTH` tokens have about one nat of entropy
+    each. There, a few continuations receive most draws. If very many continuations were likely, or only one, counts
+    would show little.
     """
     beginnings = []
     texts = [text for text in texts if text.tokens]

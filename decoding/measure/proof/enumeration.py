@@ -1,9 +1,9 @@
 """Exact proofs of acceptance rules, by enumerating every outcome of a random program.
 
-`prove_rule` checks a rule of your own; the tests use it for the rules in `decoding.rules.verify`.
+`prove_rule` checks any rule, such as your own; the tests use it for the rules in `decoding.rules.verify`.
 
-A program takes a `RandomSource` and runs once for each path of choices. The source replays a script; after its end it
-takes the first option of each choice and records the other options as new scripts.
+A program takes a `RandomSource` and runs once for each path of choices. The source replays a script. After the end of
+the script it takes the first option of each choice and records the other options as new scripts.
 """
 
 from collections import defaultdict
@@ -30,11 +30,13 @@ Context = tuple[int, ...]
 ROOT_TOKEN = 0
 
 LOSSLESS = 1e-12
-"""Largest distance from the target that float64 rounding can cause with a lossless rule."""
+"""For a lossless rule, float64 rounding causes a distance from the target of at most this size."""
 
 
 class EnumeratingSource:
-    """A random source that replays a script, takes first options after its end, and computes the path's probability."""
+    """A random source that replays a script, takes first options after the script's end, and computes the path's
+    probability.
+    """
 
     def __init__(self, script: tuple[int, ...] = ()) -> None:
         self._script = script
@@ -115,7 +117,9 @@ class ContextModel:
         return level
 
     def completed(self, emitted: dict[Context, float], length: int) -> dict[Context, float]:
-        """Return the joint distribution of ``length`` tokens: the ``emitted`` tokens, continued by this model."""
+        """Return the joint distribution of ``length`` tokens that begin with the ``emitted`` tokens and are continued
+        by this model.
+        """
         total: dict[Context, float] = defaultdict(float)
         unfinished = list(emitted.items())
         while unfinished:
@@ -234,7 +238,7 @@ def verdicts(draft: Draft, decide: Decide, p: ContextModel) -> list[tuple[Propos
 class Enumerated(NamedTuple):
     """Figures over all outcomes of one turn of drafting and verifying.
 
-    ``distance``: the largest difference between a sequence's probability and the target's.
+    ``distance``: the largest difference between the probability of a sequence and its probability under the target.
     ``accepted_length``: the expected number of accepted draft tokens.
     """
 
@@ -243,7 +247,9 @@ class Enumerated(NamedTuple):
 
 
 def enumerate_turn(draft: Draft, decide: Decide, p: ContextModel, length: int) -> Enumerated:
-    """Enumerate one turn, complete its texts by p to ``length`` tokens, and compare their probabilities with p's."""
+    """Enumerate one turn, complete its texts by p to ``length`` tokens, and compare their probabilities with those
+    under p.
+    """
     emitted: dict[Context, float] = defaultdict(float)
     accepted = 0.0
     for proposal, verdict, probability in verdicts(draft, decide, p):
@@ -272,7 +278,7 @@ ALL_MODELS = [*MODELS, "p = q"]
 
 
 def model_pair(name: str, vocab: int, depth: int, seed: int) -> tuple[ContextModel, ContextModel]:
-    """Make p and q by the name of their kinds."""
+    """Make p and q of the kind with this name."""
     generator = torch.Generator().manual_seed(seed)
     if name == "p = q":
         p = ContextModel.random(vocab, depth, "mixed", generator)
@@ -305,7 +311,7 @@ class RuleProof(NamedTuple):
 
     @property
     def lossless(self) -> bool:
-        """True if the probabilities differ from the target's only by rounding (`LOSSLESS`)."""
+        """True if the probabilities differ from those of the target only by rounding (`LOSSLESS`)."""
         return self.distance < LOSSLESS
 
 

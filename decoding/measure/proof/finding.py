@@ -10,7 +10,7 @@ Status = Literal["ok", "note", "open", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one check: a sentence, a remedy if any, and figures for JSON.
+    """The outcome of one check: a sentence, a remedy if there is one, and figures for JSON.
 
     Tests that draw samples have ``figures["p_value"]``.
     """

@@ -23,9 +23,9 @@ def near_tie(dtype: torch.dtype) -> float:
 def margin_of(target: CausalLM, prompt: Sequence[int], mine: Sequence[int], plain: Sequence[int]) -> Margin:
     """Return the gap between the target's logits of the first two tokens at which two greedy texts differ.
 
-    In fp32 on a CPU all texts must be equal. In bf16 a pass over n tokens rounds differently from n passes over one, so
-    near-ties may fall either way, but their gap is small. "ended": one text is a prefix of the other; no near-tie
-    explains this. None: the texts are equal.
+    In fp32 on a CPU all texts must be equal. In bf16 a pass over n tokens rounds differently from n passes over one
+    token, so near-ties may be decided differently, but their gap is small. "ended": one text is a prefix of the other;
+    no near-tie explains this. None: the texts are equal.
     """
     if tuple(mine) == tuple(plain):
         return None
@@ -45,8 +45,8 @@ def is_near_tie(margin: Margin, dtype: torch.dtype) -> bool:
 def greedy_identity(reference: Reference, texts: Sequence[EngineText]) -> Finding:
     """Compare each token of greedy texts with the target's argmax after the preceding tokens.
 
-    If all tokens agree, the texts are what plain greedy decoding writes. After a near-tie, the comparison continues
-    with the text as it is.
+    If all tokens agree, the texts are those of plain greedy decoding. After a near-tie, the comparison continues with
+    the text that the engine wrote.
     """
     near = near_tie(reference.target.dtype)
     misses: list[dict[str, Any]] = [
@@ -110,6 +110,6 @@ def ends(reference: Reference, texts: Sequence[EngineText], max_new_tokens: int)
 
 
 def cut_at_ends(reference: Reference, texts: Sequence[EngineText], max_new_tokens: int) -> list[EngineText]:
-    """Cut off tokens after the ends of texts; there is nothing to compare them with, and `ends` reports them."""
+    """Cut off tokens after the ends of texts. There is nothing to compare such tokens with, and `ends` reports them."""
     eos = reference.eos_token_ids
     return [EngineText(text.prompt, text.tokens[: end_of(text, eos, max_new_tokens)]) for text in texts]

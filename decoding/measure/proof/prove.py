@@ -1,4 +1,4 @@
-"""The proof: all tests of an engine's texts, greedy and sampled."""
+"""All tests of an engine's greedy and sampled texts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from decoding.measure.proof.greedy import cut_at_ends, ends, greedy_identity
 from decoding.measure.proof.reference import EngineText, Reference
 
 _DRAWN = 8
-"""Length of a text whose first `DEPTH` tokens are counted; it leaves room for a draft of usual depth."""
+"""Length of a text whose first `DEPTH` tokens are counted; this length leaves room for a draft of usual depth."""
 
 
 class EngineUnderTest(Protocol):
@@ -28,7 +28,7 @@ class EngineUnderTest(Protocol):
 class EngineWriter:
     """An engine in this process that writes the texts to test; ``config`` is for temperatures above 0.
 
-    It calls ``on_answer`` when it begins a text, for a progress bar.
+    The engine calls ``on_answer`` at the beginning of each text, for a progress bar.
     """
 
     engine: Engine
@@ -52,7 +52,7 @@ class EngineWriter:
 
 @dataclass(frozen=True)
 class Effort:
-    """Sample sizes of a proof, and ``alpha``, a bound on the probability that it fails a correct engine."""
+    """Sample sizes of the tests, and ``alpha``, a bound on the probability that they fail a correct engine."""
 
     max_new_tokens: int = 64
     draws: int = 500
@@ -70,7 +70,7 @@ class Effort:
 
     @property
     def alpha_of_a_test(self) -> float:
-        """The Bonferroni share of ``alpha`` for each test with a p-value."""
+        """The share of ``alpha`` for each test with a p-value (Bonferroni)."""
         return self.alpha / (TESTS * self.engines)
 
 
@@ -95,7 +95,7 @@ def prove(
     alpha = effort.alpha_of_a_test
     yield log_probability(reference, cut_at_ends(reference, sampled, effort.max_new_tokens), alpha)
     length = min(_DRAWN, effort.max_new_tokens)
-    # A draw must not be longer than the texts before it, which are known to fit into the target's context.
+    # A draw must not be longer than the texts above, which are known to fit into the target's context.
     latest = effort.max_new_tokens - length + DEPTH
     contexts = open_beginnings(reference, cut_at_ends(reference, greedy, latest), effort.draw_prompts)
     asked = [context for context in contexts for _ in range(effort.draws)]

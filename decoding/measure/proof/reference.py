@@ -1,6 +1,6 @@
 """The target's distribution at every token of a text, from plain forward passes of `transformers`.
 
-This project's caches, trees and batches are not used, because a proof must not rely on the code that it tests.
+This project's caches, trees and batches are not used, because a test must not rely on the code that it tests.
 """
 
 import inspect
@@ -32,7 +32,7 @@ class EngineText:
 class Reference:
     """A target with the sampling controls (for temperatures above 0) and the EOS ids of its texts.
 
-    Several EOS ids count as one token, the first, because servers do not report which one ended a text.
+    If there are several EOS ids, all count as the first, because servers do not report which of them ended a text.
     """
 
     target: CausalLM
@@ -46,7 +46,9 @@ class Reference:
             yield self._folded(p, 0.0, lambda ends: ends.sum(1)), self._tokens(text)
 
     def possible(self, texts: Sequence[EngineText]) -> Iterator[Tensor]:
-        """Yield, for each text, True at tokens that slightly looser controls allow (rounding moves the border)."""
+        """Yield, for each text, True at the tokens that slightly looser controls allow, because rounding moves the
+        border of top-k, top-p and min-p.
+        """
         loose = 1e-4 if self.target.dtype == torch.float32 else 1e-2
         sampling = replace(
             self.sampling,
@@ -59,7 +61,9 @@ class Reference:
             yield p.gather(1, tokens[:, None]).squeeze(1) > 0
 
     def margins(self, texts: Sequence[EngineText]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, for each text, each token's gap to the best logit, and the best token; each is (tokens,)."""
+        """Yield, for each text, the gap between each token's logit and the best logit, and the best token; both are
+        (tokens,).
+        """
         greedy = replace(self.sampling, temperature=0.0)
         for text, logits in zip(texts, self._logits(texts), strict=True):
             scores = adjusted_logits(logits, greedy, self._history(text, greedy)).float()
@@ -80,7 +84,9 @@ class Reference:
     def _folded(
         self, values: Float[Tensor, "tokens vocab"], nothing: float, together: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "tokens vocab"]:
-        """Combine the values of all EOS ids by ``together`` at the first EOS id; the other EOS ids get ``nothing``."""
+        """Combine the values of all EOS ids with the function ``together`` at the first EOS id; set ``nothing`` at the
+        others.
+        """
         if len(self.eos_token_ids) < 2:
             return values
         ends = torch.tensor(self.eos_token_ids, device=values.device)

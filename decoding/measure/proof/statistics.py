@@ -25,7 +25,7 @@ _MOST = 690.0  # a p-value of 1e-300, because 0 means that an impossible token o
 
 
 class LogProbability(NamedTuple):
-    """Sums over tokens, each given the preceding text; `plus` adds the sums of two texts.
+    """Sums over tokens, where each token is judged given the text before it; `plus` adds the sums of two texts.
 
     ``excess``: log p(x) minus its mean under p. ``variance``: of log p under p. ``log_evidence``: for each tilt t, the
     sum of t (log p(x) - mean) - log E exp(t (log p - mean)); its exponential has mean 1.
@@ -75,7 +75,7 @@ class LogProbability(NamedTuple):
 
     @property
     def standard_error(self) -> float:
-        """Standard error of the shift, in nats."""
+        """Standard error of `shift`, in nats."""
         return math.sqrt(self.variance) / self.tokens if self.tokens else math.inf
 
     def least_found(self, alpha: float) -> float:
@@ -103,7 +103,7 @@ class Cells(NamedTuple):
 
     @staticmethod
     def pooled(counts: Float[Tensor, " outcomes"], p: Float[Tensor, " outcomes"]) -> "Cells":
-        """Keep outcomes that are expected at least five times by p and the number of draws, and pool all others."""
+        """Keep the outcomes that are expected at least five times in this number of draws from p; pool the others."""
         counts, p = counts.double(), p.double()
         kept = p * counts.sum() >= _LEAST_EXPECTED
         rest = (p[~kept].sum() if bool((~kept).any()) else p.new_zeros(())).clamp(min=0)
@@ -134,7 +134,7 @@ class CountTest(NamedTuple):
 
     draws: int
     degrees: int
-    """Free cells: all cells but one in each context. With 0 free cells nothing can be detected."""
+    """Number of free cells: all cells but one in each context. Without a free cell nothing can be detected."""
     p_value: float
 
     @staticmethod

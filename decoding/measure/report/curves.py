@@ -27,7 +27,7 @@ class Legend(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """An SVG element with heading and legend; the page folds it away unless it is ``main``."""
+    """An SVG element with heading and legend; the page shows it folded unless it is ``main``."""
 
     heading: str
     svg: str
@@ -109,7 +109,7 @@ _LOADED: dict[str, Callable[[ReportRow], float | None]] = {
 
 
 def over_sizes(axes: Axes, sizes: Sequence[int], label: str) -> None:
-    """Set a log-2 x axis with these sizes as ticks."""
+    """Give the plot a logarithmic x axis (base 2) with these sizes as ticks."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     axes.minorticks_off()

@@ -68,7 +68,7 @@ class Bar(NamedTuple):
     """CSS classes: "peer" or "ours", and "lossy"."""
     width: float | None
     interval: tuple[float, float] | None
-    """Start and length."""
+    """Start and length of the part of the bar that shows the interval."""
 
 
 class BarChart(NamedTuple):

@@ -98,7 +98,7 @@ def shade_below_one(axes: Axes) -> None:
     axes.axhspan(low, 1, color=GRID, alpha=0.16, linewidth=0)
     axes.axhline(1, color=INK, linewidth=0.9, linestyle=(0, (2, 2)))
     axes.set_ylim(low, high)
-    words = "slower than plain decoding"  # in a corner that few lines reach
+    words = "slower than plain decoding"  # placed in a corner that few lines reach
     axes.text(0.02, 0.02, words, transform=axes.transAxes, va="bottom", fontsize=8.5, alpha=0.8)
 
 

@@ -38,9 +38,9 @@ COLUMNS = (
     "over transformers",
 )
 _NOTES = (
-    "Same: greedy texts that are identical to plain decoding's. Speed-up: total tokens over total seconds, relative to "
-    "plain decoding, without the target's prefill; its 95% interval is over prompts or batches. Median: the median of "
-    "paired runs."
+    "Same: greedy texts that are identical to plain decoding. Speed-up: the speed (total tokens over total seconds, "
+    "without the target's prefill) divided by the speed of plain decoding, with its 95% interval over prompts or "
+    "batches. Median: the median of paired runs."
 )
 
 
@@ -75,7 +75,7 @@ def _names(row: ReportRow) -> tuple[str, str]:
 
 
 def _promise(row: ReportRow) -> str:
-    """Return "lossless" or "lossy"; for greedy texts add how many of them are identical to plain decoding's."""
+    """Return "lossless" or "lossy"; for greedy texts also how many of them are identical to texts of plain decoding."""
     same = row.identical_to_plain
     return row.label if not same or row.method == PLAIN else f"{row.label}, {_same(same)} same"
 
@@ -102,7 +102,7 @@ def _tokens_per_second(row: ReportRow) -> str:
 
 @dataclass(frozen=True)
 class TerminalReport:
-    """A report for rich consoles: a table of at most 80 columns with sentences below."""
+    """A report for rich consoles: a table of at most 80 columns, followed by sentences."""
 
     report: Report
 
@@ -196,7 +196,7 @@ def page_tables(report: Report) -> list[PageTable]:
     acceptance = (
         *("setting", "method", "rule", "drafted as", "drafts", "passes", "tokens per target pass"),
         *("1 + accepted tokens per pass", "texts ended in a draft", "passes that accepted 1, 2, …"),
-        "accepted / drafted tokens (of)",
+        "accepted / drafted tokens (texts)",
     )
     parts = (field.name for field in fields(TimeSplit))
     speed = ("setting", "method", "speed-up with prefill", "predicted from the cost curve", *parts)
