@@ -46,7 +46,7 @@ class Policy(Protocol):
 
 
 class FixedPolicy:
-    """The largest budget within the limits, or `NO_DRAFT`."""
+    """Policy that always chooses the largest budget within the limits, or `NO_DRAFT` if there is none."""
 
     name = "fixed"
 
@@ -222,13 +222,14 @@ _NOISE, _BETWEEN, _BEYOND = 0.15, 0.04, 0.3
 _CAUTION = 0.5  # standard deviations by which choices are explored; half is always added to the acceptance
 _HELD = 2  # number of steps from one choice to the next
 _FIRST_LOSS, _LOSS, _MOST_GAIN, _MOST_DEBT = 0.5, 0.015, 4.0, 2.5
-"""In plain steps: what drafting may lose at first, what it may lose per plain step, and the most that is saved up or
-owed."""
+"""In plain steps: what drafting may lose at first and for each plain step, and the largest positive and negative
+balance."""
 _DEAREST = 2.0  # plain steps; a drafting step counts as more only if such steps always cost more
 
 
 class AdaptivePolicy:
-    """The budget expected to write the most tokens per second, or `NO_DRAFT` if drafting does not pay.
+    """Policy that chooses the budget expected to write the most tokens per second, or `NO_DRAFT` if drafting does not
+    pay.
 
     Tokens are predicted from the running per-position acceptance, and seconds are predicted from recent steps. The
     seconds of untried budgets are interpolated. A budget is chosen about as often as it is likely to be the best

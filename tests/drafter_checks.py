@@ -210,7 +210,9 @@ class Digits:
 
 
 def check_greedy(target: CausalLM, drafter: Drafter, count: int = 12) -> None:
-    """Check that the text is plain greedy decoding's: alone, in batches, by any policy, penalised, ended in a block."""
+    """Check that texts equal plain greedy decoding: alone, in batches, with any policy, with penalties, and if they end
+    inside a block.
+    """
     plain = [naive_greedy(target.model, prompt, count) for prompt in PROMPTS]
     for batch_size, length in ((1, count), (3, count), (3, 1), (2, 2)):
         texts = Engine(target, drafter).decode(PROMPTS, DecodingConfig(length), batch_size=batch_size)

@@ -284,7 +284,7 @@ def hold_until_killed(folder: Path, held: Any) -> None:
 
 @contextmanager
 def another_holds(folder: Path) -> Iterator[Any]:
-    """A fork of this process, which has imported everything already, holds the folder until it is killed."""
+    """Start a fork of this process, which has imported everything already, that locks the folder until it is killed."""
     fork = multiprocessing.get_context("fork")
     held = fork.Event()
     process = fork.Process(target=hold_until_killed, args=(folder, held))

@@ -1,4 +1,4 @@
-"""Two evaluations compared by pairs: the ratio, the conclusion, and what is refused."""
+"""Comparison of two evaluations by pairs: the ratio, the conclusion, and the errors."""
 
 import json
 from pathlib import Path

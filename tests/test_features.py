@@ -234,7 +234,7 @@ def test_a_run_that_breaks_off_keeps_the_shards_it_finished_and_a_whole_store_is
     whole = written_at(tmp_path)
     assert before.items() < whole.items() and len(whole) == 4  # three shards and the weights
     monkeypatch.setattr(FeatureWriter, "compute_columns", None)
-    ensure_store(FeatureWriter(tiny_llama, origin), EXAMPLES, tmp_path, shard_rows=50)  # as other shards were begun
+    ensure_store(FeatureWriter(tiny_llama, origin), EXAMPLES, tmp_path, shard_rows=50)  # other shards
     assert written_at(tmp_path) == whole
 
 

@@ -53,7 +53,9 @@ def test_a_fused_loss_is_the_plain_formula_and_so_are_its_gradients(
 
 
 def test_however_many_places_there_are_a_step_moves_two_objects() -> None:
-    """`trainer.run.loop` walks every object of a micro batch three times; a tuple of numbers is one for each."""
+    """`trainer.run.loop` visits every object of a micro batch three times; in a tuple of numbers each number is an
+    object.
+    """
     assert len(tree_leaves(LabelGroups.of(torch.arange(TOKENS)))) == 2 + 2, "order and positions, then the groups"
 
 

@@ -315,7 +315,7 @@ def decode_many(
 
 @pytest.mark.parametrize("name", few(["chain", "Markov heads"], ["chain"]))
 def test_the_loop_writes_the_targets_distribution(name: str) -> None:
-    """One stands for all in `make check`, where every rule is enumerated exactly."""
+    """One drafter represents all in `make check`, which also enumerates every rule exactly."""
     chance, accepted = decode_many(small_llama(TARGET_SEED), drafter_called(name), SamplingConfig(1.0))
     assert chance > FALSE_ALARM
     assert accepted > TEXTS / 10, "a draft that is never accepted proves little"

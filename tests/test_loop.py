@@ -157,7 +157,7 @@ def test_any_error_of_a_hook_ends_the_run_with_its_state_saved(tmp_path: Path) -
 
 
 class _InfiniteSlope(torch.autograd.Function):
-    """The origin, with a gradient of infinity."""
+    """The identity function with an infinite gradient."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:

@@ -60,8 +60,9 @@ def test_the_adaptive_policy_keeps_what_the_better_of_drafting_and_plain_decodin
 ) -> None:
     """Drafts cost from nothing to a whole pass, nodes from nothing to a lot, and drafts are useless to nearly perfect.
 
-    Each step is timed with noise of 10% and one hiccup of twenty times in 50. Means over four seeds, or two for long
-    texts. The worst long one is a tree that costs 4.4 plain steps and writes 5.6 tokens: an unlucky start delays it.
+    Each step is timed with 10% noise, and one step in 50 takes twenty times as long. Figures are means over four seeds,
+    or two for long texts. The worst long one is a tree that costs 4.4 plain steps and writes 5.6 tokens: an unlucky
+    start delays it.
     """
     found: dict[object, float] = {}
     for budgets, of_all, node, rate in product((chains(10), list(TREE)), (0.0, 1.0), NODES, RATES):

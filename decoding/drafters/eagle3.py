@@ -90,7 +90,7 @@ class _Level(NamedTuple):
     ancestors.
     """
     flat: Int[Tensor, " some"]
-    """Indices of the nodes among rows x width, without padding, row by row."""
+    """Indices of the nodes in the flattened (rows, width), row by row and without padding."""
     sees_all: bool
     """True if every node attends to all slots of a text and of its tree."""
 
@@ -237,7 +237,7 @@ class Eagle3State:
         visible: Bool[Tensor, "rows width keys"] | None,
         keys: int,
     ) -> Float[Tensor, "rows width hidden"]:
-        """Run slots of the rows from ``first`` on, whose keys go to ``slots``; return their states."""
+        """Run slots of the rows from ``first`` on, store their keys in ``slots``, and return their states."""
         here = slice(first, first + len(tokens))
         index = torch.arange(here.start, here.stop, device=tokens.device)[:, None]
 

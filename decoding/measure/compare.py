@@ -59,7 +59,7 @@ def read_evaluation(folder: Path) -> RecordedEvaluation:
 
 @dataclass(frozen=True)
 class RatioConclusion:
-    """The conclusion from a ratio. ``needed``: if it is open, the number of prompts that would settle it."""
+    """Conclusion from a ratio. ``needed``: if the conclusion is open, the number of prompts that would settle it."""
 
     kind: Literal["real", "none", "open", "unmeasured"]
     text: str

@@ -47,7 +47,10 @@ class RunKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """The texts of one wave by one method. Each of the ``prompts`` (question ids) has a fingerprint and a run."""
+    """The texts that one method wrote for one wave.
+
+    ``prompts`` are question ids; each has a fingerprint and a run.
+    """
 
     key: RunKey
     prompts: tuple[str, ...]

@@ -22,7 +22,7 @@ _BUFFERS = itertools.count(1)
 
 @dataclass(frozen=True)
 class _Block:
-    """What a pass writes in the cache: its text i goes to row ``rows[i]``, from ``starts[i]`` on."""
+    """What a pass writes in the cache: its text i goes to row ``rows[i]``, from position ``starts[i]`` on."""
 
     rows: Sequence[int]
     starts: Sequence[int]
@@ -49,7 +49,7 @@ class _Buffers(NamedTuple):
 
 
 class PreallocatedLayer(CacheLayerMixin):
-    """One layer's part of the buffers; ``number`` counts the devices of the cache from 0."""
+    """One layer's part of the buffers; ``number`` is the index (from 0) of the layer's device in the cache."""
 
     is_sliding = False
 
@@ -177,7 +177,7 @@ class PreallocatedCache(Cache):
         self.block = None
 
     def advance(self, rows: Sequence[int], written: Sequence[int]) -> None:
-        """Lengthen each of the ``rows`` by its number of ``written`` positions."""
+        """Add to the length of each row in ``rows`` the number of positions ``written`` for it."""
         for row, count in zip(rows, written, strict=True):
             self.lengths[row] += count
 
@@ -267,7 +267,7 @@ class PreallocatedCache(Cache):
         self._handed_out = self._held
 
     def is_full(self, row: int) -> bool:
-        """Return True if a row's next step may not draft (see `decoding.model.sequential`)."""
+        """Return True if the next step of a row must not draft (see `decoding.model.sequential`)."""
         return False
 
     @torch.inference_mode()

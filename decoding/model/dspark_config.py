@@ -64,8 +64,8 @@ class DSparkConfig:
     in ``block_size``.
 
     ``markov_rank`` 0 means that there is no bias, as in DFlash and in ablations of DSpark. ``tree``: the paths of ranks
-    drafted by default, empty for a chain. ``draft_vocab_size``: the number of tokens that the draft
-    writes, with its own lm_head; None means all tokens, with the target's lm_head.
+    drafted by default, empty for a chain. ``draft_vocab_size``: the number of different tokens that the draft can
+    write, with its own lm_head; None means all tokens, with the target's lm_head.
 
     ``layer_types``: for each layer, whether it attends to the whole text or to the last ``sliding_window`` positions;
     if empty, all layers attend to the whole text. ``is_causal``: whether slots see only earlier slots; None means that

@@ -22,7 +22,7 @@ POSITIONS = 32
 
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 _PRODUCTS: dict[Any, int] = {F.linear: 0, torch.addmm: 1, **dict.fromkeys(_MATMULS, 0)}
-"""Functions that may multiply by weights, with the index of the states among their arguments; weights come next."""
+"""Functions that may multiply by weights, and the index of the states among their arguments; the weights come next."""
 _SUMS: tuple[Any, ...] = (
     *(*_MATMULS, torch.bmm, Tensor.bmm, torch.baddbmm, F.scaled_dot_product_attention),
     *(F.softmax, torch.softmax, Tensor.softmax, torch.mean, Tensor.mean, torch.sum, Tensor.sum),

@@ -279,7 +279,9 @@ def _drawn(
 
 @lru_cache(maxsize=256)
 def _tries(shape: TreeShape) -> tuple[list[int], list[int]]:
-    """Return for each node the index of the number that tries it, and of the number drawn if no child is kept."""
+    """Return for each node the index of the number that tries it, and the index of the number drawn if no child is
+    kept.
+    """
     before, index = [0] * len(shape), [0] * len(shape)
     for node, children in enumerate(shape.children):
         for rank, child in enumerate(children):

@@ -1,4 +1,4 @@
-"""The best weights by held-out figures: which they are, and the same wherever a run is killed."""
+"""The best weights by held-out figures: which they are, and that they are the same wherever a run is killed."""
 
 import json
 import re
@@ -62,7 +62,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[int, f
 
 
 def run(content: dict[str, Any]) -> str:
-    """What the run said."""
+    """Run the recipe; return what it printed."""
     AcceleratorState._reset_state(True)
     console = Console(width=200, record=True, file=(Path(content["output"]).parent / "said.txt").open("a"))
     try:

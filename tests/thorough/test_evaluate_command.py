@@ -86,7 +86,7 @@ def test_a_finished_evaluation_decodes_nothing_again_and_another_one_needs_resta
 def test_each_drafter_is_measured_with_drafts_of_fixed_size_and_as_generate_drafts(
     desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AdaptivePolicy, "_best", lambda *asked, **explores: NO_DRAFT)  # as where no draft pays
+    monkeypatch.setattr(AdaptivePolicy, "_best", lambda *asked, **explores: NO_DRAFT)  # as if no draft pays
     MedusaHeads.for_target(tiny_model(vocab=128), MedusaConfig(16, 128)).save_pretrained(tmp_path / "heads")
     code, said = evaluate(desk, tmp_path, "--limit", "2", "--drafter", f"heads:{tmp_path / 'heads'}")
     report: dict[str, Any] = json.loads((tmp_path / "report.json").read_text())

@@ -175,8 +175,8 @@ class ExportOptions:
         str,
         Option(
             metavar="NAME",
-            help="Heads: heads. A draft: draft or gguf. A DSpark draft: dspark, speculators or gguf. An EAGLE-3 "
-            "draft: eagle3, speculators or gguf.",
+            help="heads for heads; draft or gguf for an ordinary draft; dspark, speculators or gguf for a DSpark "
+            "draft; eagle3, speculators or gguf for an EAGLE-3 draft.",
         ),
     ]
     report: Annotated[Path | None, Option(metavar="FILE", help="report.json of these weights, for the card.")] = None

@@ -97,7 +97,7 @@ class Batch:
         return replace(self, **changed)
 
     def labelled(self, distance: int) -> Bool[Tensor, "batch positions"]:
-        """Mark the positions t for which token t + ``distance`` (the label) is trained and in the same document."""
+        """Mark the positions t whose label, token t + ``distance``, is trained and in the same document."""
         labelled = torch.zeros_like(self.trained)
         if distance < self.trained.shape[1]:
             same = self.documents[:, distance:] == self.documents[:, :-distance]

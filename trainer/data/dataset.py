@@ -4,9 +4,9 @@ Each row passes through four modules: `sources` reads it, `conversations` interp
 defines the examples.
 
 On each machine one process tokenizes a source, and all processes map the result from a cache folder. The folder
-contains the sequences, as an Arrow file of the datasets library, and counts of the rows. Its name is a fingerprint of
-everything that determines the sequences. It appears whole or not at all, with checksums. The library's own cache would
-not notice a changed tokenizer, changed code or a damaged file, and would copy streamed rows.
+contains the sequences, as an Arrow file of the datasets library, counts of the rows, and checksums. Its name is a
+fingerprint of everything that determines the sequences, and it appears only when it is complete. The library's own
+cache would not notice a changed tokenizer, changed code or a damaged file, and would copy streamed rows.
 """
 
 import hashlib

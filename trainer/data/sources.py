@@ -75,8 +75,8 @@ class RowSource:
 
     name: str
     sha256: str
-    """Fingerprint of a file; of a folder's file names and files; or of a hub data set's name, split and fingerprint
-    (commit, if streamed).
+    """Fingerprint of a file, of a folder's file names and files, or of a hub data set's name, split and fingerprint
+    (the commit for a streamed set).
     """
     files: tuple[Path, ...] = ()
     hub: Iterable[dict[str, Any]] | None = None

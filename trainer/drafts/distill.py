@@ -54,7 +54,7 @@ class TeacherSource(Protocol):
         """Return the target's distribution at the positions whose next token is trained, row by row.
 
         ``positions`` are these positions in the flattened batch; ``stored`` is the result of `read` on the batch's
-        device. Both are computed if they are missing.
+        device. If they are missing, this function computes them.
         """
         ...
 

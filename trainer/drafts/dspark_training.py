@@ -243,7 +243,7 @@ class DSparkTraining(nn.Module):
         sums = TermSums.of_rows(loss, labels.depths, depths, self._mix.soft)
         if self.draft.confidence is None:
             return sums
-        # The cross entropy of the confidence with the acceptance, which trains only the confidence.
+        # The cross entropy between confidence and acceptance; its gradient reaches only the confidence head.
         sure = self.draft.sure(hidden.detach(), self._before(inputs)[labels.groups.of_rows]).float()
         accepted = loss.accepted.float().clamp(0, 1)
         unsure: Tensor = F.binary_cross_entropy_with_logits(sure, accepted, reduction="sum")

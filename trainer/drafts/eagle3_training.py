@@ -174,7 +174,7 @@ class Eagle3Training(nn.Module):
         self.draft, self._mix, self._steps = draft.train(), mix, steps
 
     def forward(self, inputs: Eagle3Inputs, scale: Float[Tensor, " terms"] | None = None) -> TermSums:
-        """Return losses and hits, (terms,) each, and the total; hits as in `DSparkTraining`."""
+        """Return losses and hits, (terms,) each, and the total; hits are defined as in `DSparkTraining`."""
         states = run_chains(
             self.draft, inputs.states, inputs.embedded, inputs.batch, inputs.blocks.anchors, self._steps
         )

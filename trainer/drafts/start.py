@@ -47,8 +47,9 @@ def initial_draft(
     longest: int = 0,
 ) -> InitialDraft:
     """Make a recipe's draft, with its vocabulary trimmed to the most frequent tokens in the answers if asked.
-    ``longest`` is the longest text that the draft will read. Raises UserError for a draft that does not fit: another
-    tokenizer, too small a context or vocabulary, missing layers, or an invalid config.
+    ``longest`` is the length of the longest text that the draft reads: prompt and answer, within the target's context.
+    Raises UserError for a draft that does not fit: another tokenizer, too small a context or vocabulary, missing
+    layers, or an invalid config.
     """
     init = section.init
     if init.from_model is None and getattr(target.model, "_is_stateful", False):  # some of these layers may not build

@@ -70,15 +70,14 @@ def export(
 ) -> ExportSummary:
     """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
 
-    ``source``: a run's folder, its ``final`` folder or one of its checkpoints (of a stopped run, the newest), another
-    trainer's draft, also by its Hub id, or ``quickstart``, the embedded target for servers that run a draft for it.
-    ``report``: a ``report.json``; the card shows its figures.
-    ``plan``: a ``plan.json``. The formats heads, dspark and speculators store its tree; the servers' commands use
-    its depths by batch size.
-    ``target``: the model that the artefact drafts for, if it differs from the recorded one.
-    ``type``: one of the format's number types. ``license``: the Hub's identifier of the weights' licence.
-    ``prompts``: a .jsonl file; by default the prompts that the training run held out. If the target is on this machine,
-    it decodes them with the trained weights and with the exported files. `NO_PROMPTS` skips this check.
+    ``source``: a run's folder (for a stopped run, its newest checkpoint is exported), its ``final`` folder, one of its
+    checkpoints, or the folder or Hub id of another trainer's draft. ``quickstart`` is the embedded target, for servers
+    that run a draft for it. ``report``: a ``report.json``; the card shows its figures. ``plan``: a ``plan.json``. The
+    formats heads, dspark and speculators store its tree; the servers' commands use its depths by batch size.
+    ``target``: the model for which the artefact drafts, if it differs from the recorded target. ``type``: one of the
+    format's number types. ``license``: the Hub's identifier of the weights' licence. ``prompts``: a .jsonl file; by
+    default the prompts that the training run held out. If the target is on this machine, it decodes these prompts with
+    the trained weights and with the exported files. `NO_PROMPTS` skips this check.
 
     The destination appears complete or not at all, and only after the files were read back and compared. Provenance and
     report are written next to the weights, without local paths. For heads that were trained jointly with adapters, the

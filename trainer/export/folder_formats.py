@@ -1,7 +1,8 @@
 """Formats of whole folders, read back and compared: heads, drafts, and drafts that read the target's states.
 
-A draft is a plain transformers folder. DSpark, DFlash and EAGLE-3 drafts have flat layouts, DeepSpec's (which training
-also writes) and EAGLE's, or speculators' nested layout. vLLM loads all three, SGLang only flat ones.
+A draft is a plain transformers folder. DSpark, DFlash and EAGLE-3 drafts have flat layouts or speculators' nested
+layout. There are two flat layouts: the one of DeepSpec, which training also writes, and the one of EAGLE. vLLM loads
+all three layouts, and SGLang loads only flat ones.
 """
 
 import json
@@ -129,8 +130,8 @@ def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         raise UserError(
             f"{folder} contains no tokenizer, but servers need one: save the target's tokenizer there"
         ) from error
-    # The tokenizer of another model has far more or far fewer tokens. Small differences are common: an added padding
-    # token, or a padded vocabulary.
+    # The tokenizer of another model has far more or far fewer tokens than this model's vocabulary. Small differences
+    # are common, such as an added padding token or a padded vocabulary.
     highest, knows = max(tokenizer.get_vocab().values(), default=-1), model.config.get_text_config().vocab_size
     if highest >= knows + max(64, knows // 100) or highest + 1 < knows - max(1024, knows // 100):
         raise UserError(
@@ -170,7 +171,7 @@ _OF_LAYERS = (
     *("num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings", "attention_bias"),
     *("rope_parameters", "layer_types", "sliding_window", "use_sliding_window", "num_aux_hidden_states"),
 )
-"""Keys of a flat ``config.json`` that stand in ``transformer_layer_config`` of a nested one; vLLM copies them all."""
+"""Keys of a flat ``config.json`` that are in ``transformer_layer_config`` in a nested one; vLLM copies them all."""
 _NAMES = {"dspark": "DSparkDraftModel", "dflash": "DFlashDraftModel", "eagle3": "Eagle3DraftModel"}
 
 

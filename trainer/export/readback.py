@@ -1,11 +1,10 @@
 """Checks that exported files equal the trained weights: compares every bit, and decodes prompts with both.
 
-Each format has a function that returns pairs of `Readers`: one loads the trained weights, the other loads the exported
-files alone. The two drafters draft the same chain or tree; only one is in memory at a time. For formats that round
-weights only the texts must match, and the tokens per target pass of both are reported.
-
-The target runs in fp32. In fp32 a text does not depend on the number of tokens per pass, and bit-equal weights draft
-equal tokens.
+Each format has a function that returns pairs of `Readers`: one loads the trained weights, and the other loads the
+exported files alone. The two drafters draft the same chain or tree; only one of them is in memory at a time. For
+formats that round weights only the texts must match, and the tokens per target pass of both drafters are reported. The
+target runs in fp32. In fp32 a text does not depend on the number of tokens per pass, and bit-equal weights draft equal
+tokens.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

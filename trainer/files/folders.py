@@ -75,7 +75,7 @@ def checksum_line(name: str, checksum: str) -> str:
 
 
 def read_checksums(path: Path) -> dict[str, str]:
-    """Read a file of checksum lines; return checksums by file name."""
+    """Read a file of checksum lines; return the checksums by file name."""
     return {name: checksum for checksum, _, name in (line.partition("  ") for line in path.read_text().splitlines())}
 
 

@@ -106,7 +106,9 @@ class MedusaTraining(nn.Module):
         return biased
 
     def _sums_together(self, inputs: HeadInputs, scale: Tensor | None, bias: Bias | None = None) -> TermSums:
-        """Return the sums of heads that share the target's lm_head, by one loss; ``bias`` has a row for each group."""
+        """Return the sums of heads that share the target's lm_head, computed by one loss; ``bias`` has a row for each
+        group.
+        """
         labels, count, own = inputs.labels, len(self.heads.heads), self.heads.lm_head
         features = torch.cat([self._features(k, inputs) for k in range(count)]).index_select(0, labels.order)
         read = partial(
@@ -306,7 +308,7 @@ class MedusaObjective:
         labels, stored = prefetched or self.prefetch(batch, step)
         hidden = states.hidden(batch) if stored is None else stored
         uses_lm_head = section.shared_lm_head or section.loss.soft
-        # A target spread over devices may keep its lm_head on another device.
+        # A target that is spread over devices may keep its lm_head on another device.
         device, lm_head = batch.tokens.device, self._lm_head if uses_lm_head else None
         if uses_lm_head and (lm_head is None or lm_head.device != device):
             lm_head = self._lm_head = states.lm_head.to(device)

@@ -52,11 +52,10 @@ def fused_loss(
 ) -> FusedLoss:
     """Return ``mix``'s weighted terms for the logits ``hidden @ weight.T``, summed over rows, with hits.
 
-    ``labels``, ``teacher`` and ``bias`` have a row for each of ``groups``. What depends only on the position in the
-    text is thus computed once for all rows of ``hidden`` that predict the token after this position. By default each
-    row has its own group. ``row_weights`` (default 1) multiply the rows' losses.
-
-    ``bias`` adds a second product to the logits. With ``soft_cap`` c they are c tanh(logits / c), as in Gemma-2.
+    ``labels``, ``teacher`` and ``bias`` have a row for each of ``groups``. So whatever depends only on the position in
+    the text is computed once for all rows of ``hidden`` that predict the token after this position. By default each row
+    has a separate group. ``row_weights`` (default 1) multiply the rows' losses. ``bias`` adds a second product to the
+    logits. With ``soft_cap`` c the logits become c tanh(logits / c), as in Gemma-2.
 
     ``cross_entropy`` is taken at ``labels``; the other terms are `TokenDivergences` between ``teacher`` and the logits.
     The teacher and frozen weights get no gradient.
@@ -64,9 +63,9 @@ def fused_loss(
     Row i of ``weight`` writes the target's token ``tokens[i]``, by default token i. Labels are also tokens of the
     target; a label that no row writes adds nothing to the cross entropy.
 
-    At most ``chunk`` rows of logits exist at a time (more if a group has more), and as many rows of the teacher and the
-    bias; the gradient of a chunk overwrites its logits. Nothing is computed twice. Products run in autocast's dtype,
-    and the softmax runs in fp32. Raises UserError for a divergence without a fitting teacher. After Liger Kernel
+    At most ``chunk`` rows of logits exist at a time (more if one group has more rows), with as many rows of the teacher
+    and the bias; the gradient of a chunk overwrites its logits. Nothing is computed twice. Products run in autocast's
+    dtype, and the softmax runs in fp32. Raises UserError for a divergence without a fitting teacher. After Liger Kernel
     (2410.10989, section 3.2).
     """
     if teacher is None and mix.soft:
@@ -134,10 +133,9 @@ def _turn_into_gradient(
     taught: KnownLogits | None,
     layer: "_Outputs",
 ) -> list[Tensor]:
-    """Overwrite the products of some groups with the loss's gradient in them; return `FusedLoss`'s figures of each row.
-
-    ``added`` is the bias's part of the logits; it gets the sum of its rows' gradients. ``taught``: the
-    teacher's logits.
+    """Overwrite the products of some groups with the gradient of the loss; return the figures of each row for
+    `FusedLoss`. ``added`` is the part of the logits that the bias added; it receives the sum of the gradients of its
+    rows. ``taught``: the teacher's logits.
     """
     figures, done = [], 0
     most = block_rows(max(logits.shape[1], 0 if taught is None else taught.logits.shape[1]), logits)
@@ -174,7 +172,7 @@ def _mixed(
 ) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"], Float[Tensor, "rows outputs"]]:
     """Return, for each row of fp32 or fp64 logits, the loss, Σ min(p, q), and the gradient of the logits.
 
-    ``repeat`` repeats values of the teacher's groups for the rows of these groups.
+    ``repeat`` is a function that repeats the values of groups for the rows of these groups.
     """
     losses, accepted, gradient, hard = scores.new_zeros(len(scores)), scores.new_zeros(len(scores)), None, None
     if taught is not None:
@@ -251,7 +249,7 @@ class _Outputs:
     ) -> tuple[TokenDivergences, Callable[[Tensor], Tensor]]:
         """Return p and q on the known outcomes, and a function from pulls to the gradient of all logits.
 
-        ``repeat`` repeats values of the teacher's groups for the rows of ``soft``.
+        ``repeat`` is a function that repeats the values of groups for the rows of ``soft``.
         """
         log_p = taught.log_p(temperature, soft.q.dtype)
         if taught.tokens is None:

@@ -1,4 +1,4 @@
-"""Loss terms of drafts and heads in closed form with gradients, teachers, and rows that share a label.
+"""Loss terms of drafts and heads with their gradients in closed form; teachers; and rows that share a label.
 
 The tests compare `TokenDivergences` with readable formulas.
 
@@ -29,13 +29,13 @@ class LabelGroups(NamedTuple):
     """The rows of hidden states by label: each label is predicted by a group of one or more consecutive rows."""
 
     ends: Int[np.ndarray, " groups"]
-    """The number of rows up to the last one of each group; on the host, because chunk sizes must not wait for a GPU."""
+    """The number of rows up to and including each group; on the host, because chunk sizes must not wait for a GPU."""
     of_rows: Int[Tensor, " rows"]
-    """Each row's group, increasing."""
+    """The group of each row, in increasing order."""
 
     @staticmethod
     def of(positions: Int[Tensor, " rows"]) -> "tuple[Int[Tensor, ' rows'], Int[Tensor, ' groups'], LabelGroups]":
-        """Return an order in which rows of equal position are together, the distinct positions, and their places."""
+        """Return an order in which rows of equal position are together, the distinct positions, and the groups."""
         order = positions.argsort(stable=True)
         distinct, of_rows, repeats = positions[order].unique_consecutive(return_inverse=True, return_counts=True)
         return order, distinct, LabelGroups(repeats.cumsum(0).numpy(force=True), of_rows)
@@ -144,10 +144,10 @@ class TokenDivergences:
         weights: Float[Tensor, "groups outcomes"] | None = None,
         whole: bool = False,
     ) -> None:
-        """Compare p with q. ``repeat`` repeats values of label groups for the rows of q.
+        """Compare p with q.
 
-        ``each`` is a function that repeats the places of p for the rows of q. ``whole`` means that the draft can write
-        every token and that p sums to 1.
+        ``repeat`` is a function that repeats the values of groups for the rows of q. ``whole`` means that the draft can
+        write every token and that p sums to 1.
         """
         p = log_p.exp()
         # Σ p log p and Σ p, both without the tokens that the draft cannot write.

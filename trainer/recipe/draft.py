@@ -141,8 +141,9 @@ class DSparkSection(Section):
     False: each mask slot predicts the token at its own position, which takes one more slot.
     """
     fit_tokens: Annotated[int, Field(ge=0)] = 32_768
-    """The bias of a new draft starts as the target's mean state after each token, on this many tokens of the data
-    (`trainer.target.initial`). With 0 it starts at zero."""
+    """The bias of a new draft starts as the target's mean state after each token, measured on this many tokens of the
+    data (`trainer.target.initial`). With 0 the bias starts at zero.
+    """
     mask_token: str | None = None
     """A token that never occurs in texts. None means the padding token, or another token that no row contains. YAML
     reads ~ as null: quote it, as in mask_token='"~"' on a command line."""

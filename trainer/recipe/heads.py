@@ -27,9 +27,10 @@ class HeadsSection(Section):
     """
     fit_tokens: Annotated[int, Field(ge=0)] = 32_768
     """New heads with a Markov bias start as a regression of the target's states, on this many tokens of the data
-    (`trainer.target.initial`), instead of near the target's own prediction. 0: they start near this prediction.
-    Heads of Medusa-2 and heads on targets that scale their logits always start there, and heads with ``init`` start as
-    those heads."""
+    (`trainer.target.initial`). With 0 they start near the target's own prediction. Heads of Medusa-2 and heads on
+    targets that scale their logits always start near this prediction, and heads with ``init`` start as the heads that
+    it names.
+    """
     init: str | None = None
     """Folder or hub id of heads to start from, such as a Medusa-1 run's final/."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8

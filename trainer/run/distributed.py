@@ -33,7 +33,7 @@ def check_launch(accelerator: Accelerator, section: TrainingSection) -> None:
 
 
 class Runner:
-    """A module and its optimizers, wrapped for one process, DDP or FSDP2: gradients and steps are plain PyTorch."""
+    """A module and its optimizers, wrapped for one process, DDP or FSDP2, with gradients and steps of plain PyTorch."""
 
     module: nn.Module
     """The wrapped module. Its gradients are averaged over the processes."""

@@ -96,7 +96,7 @@ def _origin(recipe: AnyRecipe, target: StoredTarget, dataset: Dataset, heldout: 
     content["target weights"] = target.fingerprint
     content["training data"] = fingerprint_of_all(example.content() for example in dataset.examples)
     content["held-out data"] = fingerprint_of_all(example.content() for example in heldout.firsts)
-    # This is the only setting of features that changes the run.
+    # The only setting in the section features that changes the run.
     content["features"] = {"states": recipe.features.states if recipe.features else "target"}
     if isinstance(recipe, DraftRecipe):
         if (start := recipe.draft.init.from_model) is not None:
@@ -117,7 +117,7 @@ def _heads_job(recipe: MedusaRecipe, device: torch.device, process: Process, beg
     heads, said = with_sharing(recipe.heads, model.model)
     process.say(said)
     transform = logit_transform(model.model.config.get_text_config(decoder=True))
-    if recipe.adapters is not None or transform is not None:  # the regression of states would be wrong by this scale
+    if recipe.adapters is not None or transform is not None:  # this scale would make the regression of states wrong
         heads = heads.model_copy(update={"fit_tokens": 0})
     recipe = recipe.model_copy(update={"heads": heads})
     written = None
@@ -196,14 +196,14 @@ def _distillation(recipe: DraftRecipe, target: Target, dataset: Dataset, process
 def _over_states(
     recipe: DraftRecipe, target: Target, dataset: Dataset, process: Process, begins: bool
 ) -> DSparkObjective | Eagle3Objective:
-    """Return the objective of a draft that reads the target's states, and say what is particular about the draft."""
+    """Return the objective of a draft that reads the target's states; print the layers it reads and other choices."""
     section, examples, seed = recipe.draft, dataset.examples, recipe.training.seed
     draft: DSparkDraft | Eagle3Draft
     if section.dspark is not None:
         draft = initial_dspark(target.model, target.tokenizer, section, examples)
         new, fitted = begins and section.init.from_model is None, section.dspark.fit_tokens
         online = OnlineTarget(target.model)
-        # With a transform of the logits, a regression would be wrong by a scale.
+        # A transform of the logits would make the regression wrong by a scale.
         if new and fitted and draft.markov is not None and online.transform is None:
             process.say(f"the draft's bias starts as a regression on up to {fitted:,} tokens (draft.dspark.fit_tokens)")
             start_dspark(draft, online, examples, fitted)

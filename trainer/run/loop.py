@@ -302,14 +302,16 @@ class MicroBatch(NamedTuple):
     last: bool
     """True for the last micro batch of its step."""
     counts: Float[Tensor, " terms+1"]
-    """The labels of each term, and the trained tokens, in all of the step's micro batches of this process."""
+    """The number of labels of each term, followed by the number of trained tokens, in all of the step's micro batches
+    of this process.
+    """
 
 
 class Feed:
     """This process's micro batches: one is prepared in a thread while the previous one trains, even across steps.
 
-    A micro batch depends only on its step and its index in the step. Taking a micro batch raises any error of the
-    thread. Nothing is prepared in advance for a step in which the source writes.
+    A micro batch depends only on its step and its index in the step. If the thread fails, taking the next micro batch
+    raises its error. Nothing is prepared in advance for a step in which the source writes.
     """
 
     def __init__(
@@ -373,7 +375,8 @@ class Feed:
         """Prepare a micro batch. Its whole step is collated together, because the loss needs the counts of the step."""
         if self._collated is None or self._collated[0] != step:
             drawn, size = self._source.examples_at(step, self._positions), self._section.micro_batch_size
-            drawn = sorted(drawn, key=lambda item: len(item.example.tokens))  # little padding in a micro batch
+            # Sorted so that micro batches have little padding.
+            drawn = sorted(drawn, key=lambda item: len(item.example.tokens))
             shares = [drawn[start : start + size] for start in range(0, len(drawn), size)]
             batches = [
                 collate([item.example for item in share], [item.example_index for item in share]) for share in shares

@@ -70,8 +70,8 @@ def finish(
 ) -> None:
     """Write the artefact with its provenance, whole or not at all.
 
-    ``launch``: further entries of the provenance. The recipe in it has the settings of the last steps that were
-    trained; the settings may have changed since. Raises UserError if a weight is not finite in the dtype written.
+    ``launch``: further entries of the provenance. The recipe in it has the settings of the last trained
+    steps; settings may have changed since then. Raises UserError if a weight is not finite in the dtype written.
     """
     stretches = [stretch for stretch in stretches if stretch["first_step"] < progress.step]
     training = job.recipe.training

@@ -109,7 +109,7 @@ class CascadeSession(RowsSession):
         depths = [min(request.max_depth, request.max_nodes - 1, self._drafter.tokens) for request in requests]
         if any(depth > 0 for depth in depths):
             for row, request in enumerate(requests):
-                # Drop from both drafts what the target rejected of the chain drafted last.
+                # Drop the tokens that the target rejected of the last chain from the caches of both drafts.
                 if (common := common_length(self._texts[row], request.tokens)) < len(self._texts[row]):
                     self._rewind(row, common)
                     for state in (self._large, self._small):

@@ -151,9 +151,9 @@ def survey_steps(
 class StepCosts:
     """Seconds of a step with one drafter at one batch size, for every depth and number of nodes.
 
-    ``measured`` includes `NO_DRAFT`. ``curve`` maps a target pass's tokens to its seconds. Other sizes are fitted:
-    drafting is linear in depth and nodes, overhead is linear in nodes, and verifying is linear in the seconds that
-    ``curve`` predicts for the pass.
+    ``measured`` holds the measured steps, including `NO_DRAFT`. ``curve`` maps the number of tokens of a target pass to
+    its seconds. Costs of other sizes come from a fit: drafting is linear in depth and nodes, overhead is linear in
+    nodes, and verifying is linear in the seconds that ``curve`` predicts for the pass.
     """
 
     measured: Mapping[Budget, StepSeconds]
@@ -185,7 +185,7 @@ class StepCosts:
 
 
 def _fitted(points: Sequence[tuple[Sequence[float], float]], at: Sequence[float]) -> float:
-    """Fit a linear function by least squares of relative errors, and return its value ``at`` a point, at least 0.
+    """Fit a linear function by least squares of relative errors; return its value at the point ``at``, but at least 0.
 
     A slope is 0 if the fitted slope is negative or if the points do not determine it.
     """
@@ -237,9 +237,8 @@ class Prediction:
 
     @property
     def speedup(self) -> float:
-        """Speed-up S = E / (draft + verify + overhead), in steps of plain decoding with their own overhead.
-
-        E is `Candidate.tokens_per_pass`.
+        """Speed-up S = E / (draft + verify + overhead), with E = `Candidate.tokens_per_pass` and all costs in units of
+        a step of plain decoding, which includes the overhead of that step.
         """
         parts = (part / self.plain for part in self.step)
         return predicted_speedup(self.candidate.tokens_per_pass, *parts)

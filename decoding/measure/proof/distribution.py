@@ -118,6 +118,6 @@ def next_tokens(
 
 def _of_counts(check: str, counts: CountTest, contexts: int, alpha: float) -> Finding:
     if not counts.degrees and counts.p_value:
-        return undecided(check, f"{counts.draws:,} draws after likely beginnings are too few: use more --draws")
+        return undecided(check, f"only {counts.draws:,} draws follow likely beginnings: use more --draws")
     seen = f"p {written_p(counts.p_value)}: {counts.draws:,} draws in {contexts} contexts, {counts.degrees} free cells"
     return judged(check, counts.p_value >= alpha, seen, contexts=contexts, **counts._asdict())

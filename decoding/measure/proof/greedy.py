@@ -64,9 +64,9 @@ def greedy_identity(reference: Reference, texts: Sequence[EngineText]) -> Findin
     ties = [miss["margin"] for miss in misses if miss["margin"] <= near]
     identical = len(texts) - len({miss["text"] for miss in misses})
     tokens = sum(len(text.tokens) for text in texts)
-    sentence = f"{identical} of {len(texts)} texts are the target's greedy ones, {tokens:,} tokens"
+    sentence = f"{identical} of {len(texts)} texts equal the target's greedy texts, {tokens:,} tokens"
     if ties:
-        sentence += f"; {len(ties)} near-ties fell the other way, the widest {max(ties):.3g} apart"
+        sentence += f"; {len(ties)} near-ties were decided differently, with gaps of up to {max(ties):.3g}"
     if faults:
         sentence += (
             "; {n} tokens are wrong, the first in text {text}, token {position}: {token} was written, but the target's "
