@@ -196,8 +196,7 @@ class DecodingBatch:
         depths = [min(budget.depth, room) for room in self._rooms()]
         if self.session is None or not any(depths):
             return [Proposal.root_only(text.tokens[-1], self.target.device) for text in self.texts]
-        # The number of nodes is limited as well: if a tree were cut only in depth, branches would use the nodes of the
-        # chain.
+        # Nodes are limited as well: if a tree were cut only in depth, branches would use the nodes of the chain.
         sizes = [budget.nodes if self.target.no_trees is None else depth + 1 for depth in depths]
         return self.session.propose(
             [
@@ -391,9 +390,7 @@ class Engine:
     def decode(
         self, prompt: Any, config: DecodingConfig, *, batch_size: int | None = None, seeds: Seeds = None
     ) -> Generation | list[Generation]:
-        """Decode a prompt to the end of its text, or many prompts as in `steps`; results are in the order of the
-        prompts.
-        """
+        """Decode a prompt to the end of its text, or many as in `steps`, with results in the order of the prompts."""
         if batch_size is None:
             return Generation.of(tuple(self.steps(prompt, config)))
         steps: list[list[Step]] = [[] for _ in prompt]

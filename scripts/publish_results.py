@@ -34,10 +34,8 @@ def machine_of(report: Report) -> str:
     """Name the hardware and the commits of a report."""
     machine = report["hardware"]
     commits = report.get("commits") or [report["commit"]]
-    return text(
-        f"{machine.get('gpu') or str(machine['cores']) + ' cores of ' + machine['processor']}; "
-        f"commit {', '.join(commits)}."
-    )
+    name = machine.get("gpu") or f"{machine['cores']} cores of {machine['processor']}"
+    return text(f"{name}; commit {', '.join(commits)}.")
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]], numbers: int) -> str:
@@ -88,19 +86,14 @@ def short_table(report: Report) -> str:
 def tasks_table(report: Report) -> str:
     """Return per setting a table of methods by tasks: speed-up over plain decoding, and tokens per target pass."""
     rows = [{**row, "task": "all"} for row in report["rows"]] + report["tasks"]
-    return _by_column(report, rows, lambda row: str(row["task"]))
-
-
-def _by_column(report: Report, rows: Iterable[Report], column: Callable[[Report], str]) -> str:
     rows = [row for row in rows if row["method"] != "plain" and _gain(row) != NONE]
-    names = list(dict.fromkeys(column(row) for row in rows))
-    names.sort(key=lambda name: name == "all")
+    tasks = sorted(dict.fromkeys(row["task"] for row in rows), key=lambda task: task == "all")
     parts = []
     for setting in dict.fromkeys(row["setting"] for row in rows):
-        found = {(row["method"], column(row)): _gain(row) for row in rows if row["setting"] == setting}
-        methods = dict.fromkeys(method for method, _ in found)
-        cells = ([text(method), *(found.get((method, name), NONE) for name in names)] for method in methods)
-        parts.append(table([text(setting), *map(text, names)], cells, len(names)))
+        gains = {(row["method"], row["task"]): _gain(row) for row in rows if row["setting"] == setting}
+        methods = dict.fromkeys(method for method, _ in gains)
+        cells = ([text(method), *(gains.get((method, task), NONE) for task in tasks)] for method in methods)
+        parts.append(table([text(setting), *map(text, tasks)], cells, len(tasks)))
     parts.append(f"Speed-up over plain decoding, then tokens per target pass. {conditions(report)}")
     return "\n\n".join(parts)
 
@@ -124,9 +117,7 @@ def _gain(row: Report) -> str:
 
 
 def served_table(report: Report) -> str:
-    """Return a row for each engine, artefact and batch size: the number of equal texts, and the counts of the server
-    and of this project.
-    """
+    """Return a row for each engine, artefact and batch size: equal texts, and the counts of both sides."""
 
     def compared(theirs: str, ours: str) -> str:
         return f"{theirs}, as here" if theirs == ours else f"{theirs}; here {ours}"
@@ -175,10 +166,8 @@ def verified_table(report: Report) -> str:
         for row in report["rows"]
     ]
     head = ("engine", "method", "greedy", "T=1: log-probability", "T=1: positions 1, 2, 3", "verdict")
-    return table(head, rows, 0) + (
-        f"\n\n{text(report['target'])} in fp32, {report['prompts']} prompts of {text(report['set'])}; "
-        f"{machine_of(report)}"
-    )
+    asked = f"{text(report['target'])} in fp32, {report['prompts']} prompts of {text(report['set'])}"
+    return f"{table(head, rows, 0)}\n\n{asked}; {machine_of(report)}"
 
 
 def _evidence(finding: Report) -> str:
@@ -232,9 +221,7 @@ def recipes_table(report: Report) -> str:
 
 
 def stored_sentence(report: Report) -> str:
-    """Return one sentence on what heads and drafts store for each token in int8, and on what the last other trainer
-    documents.
-    """
+    """Return one sentence on what heads, drafts and the last of the other trainers store for each token."""
     (_, heads, *_), (_, draft, whole), *_, (peer, theirs) = report["stored"]
     return (
         f"Training needs no stored states. If you store the states of Qwen3-8B in int8, a token takes {heads:,} bytes "
@@ -247,9 +234,7 @@ def stored_sentence(report: Report) -> str:
 
 
 def headline(report: Report) -> str:
-    """Return one sentence that names the trained drafter with the largest mean speed-up over the settings, and how it
-    was trained.
-    """
+    """Return one sentence on the trained drafter with the largest mean speed-up over the settings, and its training."""
     gains: dict[str, dict[str, Report]] = {}
     for row in report["rows"]:
         if row["method"] in report["trained"]:
@@ -276,12 +261,9 @@ def gained_table(report: Report) -> str:
     target = next(iter(report["rows"][0]["speed"]), None) or "storyteller-11m"
 
     def cell(row: Report) -> str:
-        timed = row["speed"].get(target)
-        return (
-            NONE
-            if timed is None
-            else f"{_estimate(timed['over_plain'], '×')} ({number(_value(timed, 'over_assisted'))}×)"
-        )
+        if (timed := row["speed"].get(target)) is None:
+            return NONE
+        return f"{_estimate(timed['over_plain'], '×')} ({number(_value(timed, 'over_assisted'))}×)"
 
     return f"{_by_place(report, cell, 'speed')}\n\n{text(target)}; {machine_of(report)}"
 

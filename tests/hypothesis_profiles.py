@@ -51,8 +51,8 @@ def in_fewest_combinations(items: list[pytest.Item]) -> tuple[list[pytest.Item],
 
 def _values(item: pytest.Item) -> list[tuple[str, int, tuple[int, ...]]]:
     """Return the value of each `parametrize` of a test: combinations of them share objects."""
-    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    given = [each.replace(" ", "").split(",") if isinstance(each, str) else each for each in names]
+    argnames = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    given = [names.replace(" ", "").split(",") if isinstance(names, str) else names for names in argnames]
     params: dict[str, object] = item.callspec.params if given else {}  # type: ignore[attr-defined]  # of a function
     test = item.nodeid.partition("[")[0]
-    return [(test, place, tuple(id(params[name]) for name in each)) for place, each in enumerate(given)]
+    return [(test, index, tuple(id(params[name]) for name in names)) for index, names in enumerate(given)]

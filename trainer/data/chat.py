@@ -45,9 +45,7 @@ class TranscriptEncoder:
     """Encoder of transcripts with a tokenizer, according to a recipe's data section."""
 
     def __init__(self, section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> None:
-        """``ends`` are the target's `decoding.model.loading.eos_token_ids`; the default is the EOS token of the
-        tokenizer.
-        """
+        """``ends`` are the target's `decoding.model.loading.eos_token_ids`; by default, the tokenizer's EOS token."""
         own = tokenizer.eos_token_id
         self._end: int | None = own if own in ends or not ends else ends[0]
         self._ends = {*ends, self._end}
@@ -114,9 +112,7 @@ class TranscriptEncoder:
         return tuple(Example(tuple(piece), (True,) * len(piece), 0) for piece in pieces if len(piece) >= _SHORTEST_TEXT)
 
     def _answer_behind_prompt(self, transcript: Transcript) -> Example:
-        """Join prompt, answer and end-of-text token without a template; no end-of-text token follows an answer that was
-        cut off.
-        """
+        """Join prompt, answer and, unless the answer was cut off, the end-of-text token, without a template."""
         *before, answer = (message["content"] for message in transcript.messages)
         prompt_tokens: list[int] = self._tokenizer("\n".join(before))["input_ids"]
         answer_tokens = encode_continuation(answer, self._tokenizer)
@@ -153,9 +149,7 @@ class TranscriptEncoder:
         return tuple(example for example, index in zip(examples, indices, strict=True) if is_trained(messages[index]))
 
     def _with_end(self, tokens: list[int], messages: Messages, template: "ChatTemplate | None") -> list[int]:
-        """Return an answer's tokens with the end token, which some servers leave out, if the template writes this
-        token.
-        """
+        """Return an answer's tokens with the end token, which some servers leave out, if the template writes it."""
         end, last = self._end, self._tokenizer.added_tokens_decoder.get(tokens[-1])
         if end is None or tokens[-1] in self._ends or (last is not None and last.special):
             return tokens
@@ -286,9 +280,7 @@ class ChatTemplate:
         return encoded
 
     def _by_marks(self, messages: Messages, where: str) -> list[Marked]:
-        """Return one sequence, or one sequence per answer if the template writes answers differently once others
-        follow.
-        """
+        """Return one sequence, or one per answer if the template writes answers differently once others follow."""
         whole = self._marked(messages, where)
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if len(answers) == 1:

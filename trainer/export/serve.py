@@ -153,7 +153,7 @@ def _vllm(serving: Serving) -> ServerCommand:
     else:
         notes += _one_depth(serving, "--max-num-seqs")
     named = [] if artefact.reads_states else traps.taken_over(serving.path)  # vLLM does not change these methods
-    warnings = [f"{found}: {remedy}" for found, remedy in named]
+    warnings = [f"{trap}: {remedy}" for trap, remedy in named]
     if serving.has_other_size:  # vLLM rejects this together with drawn drafts
         config["use_heterogeneous_vocab"] = True
         warnings.append("the draft's vocabulary differs in size from the target's, so use_heterogeneous_vocab is set")
@@ -296,8 +296,10 @@ def _warnings(serving: Serving) -> Iterator[str]:
     if not config:
         return
     positions = serving.target_config.get("max_position_embeddings", serving.target_config.get("n_positions"))
-    found = traps.trimmed(config) + (traps.too_few_positions(config, positions) if isinstance(positions, int) else [])
-    yield from (f"{trap.found}: {trap.remedy}" for trap in found)
+    draft_traps = traps.trimmed(config) + (
+        traps.too_few_positions(config, positions) if isinstance(positions, int) else []
+    )
+    yield from (f"{trap.found}: {trap.remedy}" for trap in draft_traps)
     if (window := _window(config)) is not None:
         yield (
             f"the draft attends to a window of {window} tokens, for which vLLM had bugs (issues 46032 and 55800 of "

@@ -182,11 +182,11 @@ class Watch:
             return progress
         _, last = self._last
         pairs = [(*ours, *theirs) for ours, theirs in zip(best.texts, last.texts, strict=True)]
-        found = conclusion(ratio_of_rates(pairs))
-        if found.kind != "real":
+        difference = conclusion(ratio_of_rates(pairs))
+        if difference.kind != "real":
             self._log.note(
                 f"step {best.progress.step} had the best evaluation, {best.figure:.3f} tokens per target pass, but not "
-                f"beyond its interval over the last step's {last.figures[CRITERION]:.3f} ({found.text}): "
+                f"beyond its interval over the last step's {last.figures[CRITERION]:.3f} ({difference.text}): "
                 "the last weights are kept"
             )
             return progress

@@ -101,8 +101,7 @@ def train(
             except Exception as error:  # noqa: BLE001  # raised below, once the state is saved
                 failed = failed or error  # the others learn this together with the figures of the next step
             last = progress.step == section.steps
-            # A single process checks once more. Several processes have already agreed on stopping, with the figures of
-            # the step.
+            # A single process checks once more; several have already agreed on stopping, with the step's figures.
             stop = done.stop if accelerator.num_processes > 1 else bool(stop_requested() or failed)
             if stop or last or progress.step % checkpoint_every == 0:
                 _save(accelerator, checkpoints, objective, optimizers, runner, progress)
@@ -183,8 +182,7 @@ def _accumulate(
         with runner.accumulating(last):
             inputs = objective.inputs(batch, step, prefetched)
             losses, hits, total = runner.module(*inputs, scale)
-            # Data parallelism averages gradients over processes, but with counts over all processes they must be
-            # summed.
+            # Data parallelism averages gradients, but with counts over all processes they must be summed.
             runner.backward(total * accelerator.num_processes)
         sums += torch.stack([losses, hits])
     return sums
@@ -229,10 +227,7 @@ def _check_finite(name: str, values: Iterable[float], progress: Progress, checkp
 
 
 def _my_positions(section: TrainingSection, accelerator: Accelerator) -> range:
-    """Return this process's positions in a batch.
-
-    Positions are dealt to the processes in turn, so the batch does not depend on the number of processes.
-    """
+    """Return this process's positions in a batch: dealt in turn, so the number of processes does not matter."""
     return range(accelerator.process_index, section.batch_size, accelerator.num_processes)
 
 
@@ -270,10 +265,7 @@ def _save(
 
 
 def _saved_by_all(checkpoints: Checkpoints) -> Saved | None:
-    """Return the state from which to resume.
-
-    The first process chooses and verifies a checkpoint, and all others read the same one.
-    """
+    """Return the state from which all processes resume: a checkpoint that the first one chooses and verifies."""
     chosen: list[Saved | None] = []
     on_first(lambda: chosen.append(checkpoints.latest()))
     step = from_first(lambda: chosen[0].progress.step if chosen[0] else 0)
@@ -302,9 +294,7 @@ class MicroBatch(NamedTuple):
     last: bool
     """True for the last micro batch of its step."""
     counts: Float[Tensor, " terms+1"]
-    """The number of labels of each term, followed by the number of trained tokens, in all of the step's micro batches
-    of this process.
-    """
+    """Number of labels of each term, then of trained tokens, in all of the step's micro batches of this process."""
 
 
 class Feed:

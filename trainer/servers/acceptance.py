@@ -77,7 +77,7 @@ def compare_positions(ours: LoopAcceptance, server: Counts) -> list[Position]:
     They are also widened by one draft per text, because servers count drafted tokens after the end of a text and the
     loop here does not.
     """
-    drafts, estimates, found = server.drafts or 0, ours.acceptance.unconditional, []
+    drafts, estimates, positions = server.drafts or 0, ours.acceptance.unconditional, []
     for index, reached in enumerate(server.reached[: ours.tokens] if drafts else ()):
         mine, trials = 0.0, max(ours.acceptance.passes, 1)  # no draft was accepted up to here
         if index < len(estimates):
@@ -86,8 +86,8 @@ def compare_positions(ours: LoopAcceptance, server: Counts) -> list[Position]:
         pooled = (mine * trials + reached) / (trials + drafts)
         error = ours.widened * math.sqrt(max(pooled * (1 - pooled), 0.0) * (1 / trials + 1 / drafts))
         real = abs(theirs - mine) - ours.texts / drafts > _Z * error
-        found.append(Position(index + 1, mine, theirs, real))
-    return found
+        positions.append(Position(index + 1, mine, theirs, real))
+    return positions
 
 
 class Difference(NamedTuple):
@@ -122,9 +122,9 @@ def difference(ours: LoopAcceptance, server: Counts) -> Difference | None:
 
 def is_other(ours: LoopAcceptance, server: Counts) -> bool:
     """Return True if the server's acceptance differs significantly, in total or at a position."""
-    found = difference(ours, server)
+    apart = difference(ours, server)
     positions = compare_positions(ours, server)
-    return (found is not None and found.value > found.least) or any(position.real for position in positions)
+    return (apart is not None and apart.value > apart.least) or any(position.real for position in positions)
 
 
 def distance(ours: LoopAcceptance, server: Counts) -> float:
@@ -138,18 +138,18 @@ def compare_acceptance(ours: LoopAcceptance, server: Counts, note: str = "") -> 
     figures = figures_of(ours, server)
     both = _in_words(ours, server)
     if server.tokens not in (None, ours.tokens):
-        found = f"the server drafts up to {server.tokens} tokens at a time, but the chain here has {ours.tokens}{note}"
+        told = f"the server drafts up to {server.tokens} tokens at a time, but the chain here has {ours.tokens}{note}"
         remedy = "set the server's number of drafted tokens (num_speculative_tokens in vLLM) to the speculator's"
-        return problem(ACCEPTANCE, f"{found}; {both}", remedy, **figures)
+        return problem(ACCEPTANCE, f"{told}; {both}", remedy, **figures)
     most, drafts = server.tokens or 0, server.drafts or 0
     # The last draft of each text may be shorter, because there may be less room.
     if server.drafted and server.drafted + most * ours.texts < _SHORT * most * drafts:
-        found = f"the server drafted {server.drafted / drafts:.2f} tokens at a time, not {most}{note}; {both}"
+        told = f"the server drafted {server.drafted / drafts:.2f} tokens at a time, not {most}{note}; {both}"
         remedy = (
             "let it draft all of them: in llama.cpp --spec-draft-p-min 0, in vLLM without "
             "num_speculative_tokens_per_batch_size; and leave room in the context"
         )
-        return problem(ACCEPTANCE, found, remedy, **figures)
+        return problem(ACCEPTANCE, told, remedy, **figures)
     apart = difference(ours, server)
     if apart is None:
         return undecided(ACCEPTANCE, f"{server.server}'s counts contain no acceptance to compare{note}")
@@ -178,7 +178,7 @@ def _in_words(ours: LoopAcceptance, server: Counts) -> str:
     """Return the acceptance of both sides in words, by position if the server counts by position."""
     lengths = f"tokens per target pass {server.acceptance_length:.2f} ({ours.length:.2f} here, chain of {ours.tokens})"
     if positions := compare_positions(ours, server):
-        shares = ", ".join(f"{each.server:.2f} ({each.ours:.2f} here)" for each in positions)
+        shares = ", ".join(f"{position.server:.2f} ({position.ours:.2f} here)" for position in positions)
         return f"share of drafts accepted up to each position {shares}; {lengths}; {server.drafts:,.0f} drafts"
     return lengths
 
@@ -205,8 +205,8 @@ def compare_sampling(
     if is_other(argmax, server):
         return problem(SAMPLING, f"{told}: the server matches neither of them", _NEITHER, **figures)
     if from_best.blind:
-        found = f"{told}: the drafts are not sampled, but too few to distinguish argmax drafts from a fault"
-        return problem(SAMPLING, found, f"{_MORE}; {_NEITHER}", **figures)
+        too_few = f"{told}: the drafts are not sampled, but too few to distinguish argmax drafts from a fault"
+        return problem(SAMPLING, too_few, f"{_MORE}; {_NEITHER}", **figures)
     if argmax.length >= sampled.length:
         remedy = "no change needed: argmax drafts are accepted more often here"
     else:

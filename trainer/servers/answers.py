@@ -62,18 +62,18 @@ class Completion(NamedTuple):
 def read_completion(sent: str | bytes) -> Completion:
     """Parse a server's response; raise UserError if it is not a completion."""
     try:
-        found = json.loads(sent)
+        response = json.loads(sent)
     except ValueError as error:
         raise UserError(f"the endpoint's response is not JSON ({first_line(error)})", "check --endpoint") from None
-    return completion_of(found)
+    return completion_of(response)
 
 
-def completion_of(found: Any, streamed: bool = False) -> Completion:
+def completion_of(response: Any, streamed: bool = False) -> Completion:
     """Return the completion in a response, or in the joined events of a stream; raise UserError if there is none.
 
     Streams of llama.cpp leave out the ids of tokens that end inside a character. Incomplete ids count as none.
     """
-    choices = found.get("choices") if isinstance(found, dict) else None
+    choices = response.get("choices") if isinstance(response, dict) else None
     choice = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(choice, dict):
         raise UserError("the endpoint's response is not a completion", "check --endpoint and --model")
@@ -86,25 +86,27 @@ def completion_of(found: Any, streamed: bool = False) -> Completion:
     logprobs = told if isinstance(told := choice.get("logprobs"), dict) else {}
     content = [entry for entry in logprobs.get("content") or () if isinstance(entry, dict)]
     best = told if content and isinstance(told := content[0].get("top_logprobs"), list) else []
-    verbose = told if isinstance(told := found.get("__verbose"), dict) else {}  # llama.cpp
+    verbose = told if isinstance(told := response.get("__verbose"), dict) else {}  # llama.cpp
     places = choice.get("token_ids"), choice.get("response_token_ids"), choice.get("tokens"), verbose.get("tokens")
     ids = next(filter(None, map(_integers, (*places, [entry.get("id") for entry in content]))), None)
-    usage = told if isinstance(told := found.get("usage"), dict) else {}
+    usage = told if isinstance(told := response.get("usage"), dict) else {}
     counted = _count(usage, "completion_tokens")
     if streamed and ids is not None and counted not in (None, len(ids)):
         ids = None
     return Completion(
         text=text if isinstance(text, str) else "",
         token_ids=ids,
-        prompt_ids=_integers(choice.get("prompt_token_ids")) or _integers(found.get("prompt_token_ids")),
+        prompt_ids=_integers(choice.get("prompt_token_ids")) or _integers(response.get("prompt_token_ids")),
         finish_reason=choice.get("finish_reason"),
         prompt_tokens=_count(usage, "prompt_tokens"),
         tokens=counted if ids is None else len(ids),
         message=message,
-        model=found.get("model"),
+        model=response.get("model"),
         streamed=streamed,
         cached=_count(usage.get("prompt_tokens_details"), "cached_tokens"),
-        likely={each["id"]: each["logprob"] for each in best if isinstance(each, dict) and type(each.get("id")) is int},
+        likely={
+            entry["id"]: entry["logprob"] for entry in best if isinstance(entry, dict) and type(entry.get("id")) is int
+        },
     )
 
 
@@ -135,19 +137,19 @@ def _join(held: dict[str, Any], more: Mapping[str, Any]) -> None:
         elif kind is str:
             held[name] += value
         else:
-            for each in value:
-                _add(held[name], each)
+            for item in value:
+                _add(held[name], item)
 
 
-def _add(held: list[Any], each: Any) -> None:
+def _add(held: list[Any], item: Any) -> None:
     """Append to a list, or continue the object with the same ``index``."""
-    if isinstance(each, dict) and "index" in each:
-        same = next((one for one in held if isinstance(one, dict) and one.get("index") == each["index"]), None)
+    if isinstance(item, dict) and "index" in item:
+        same = next((one for one in held if isinstance(one, dict) and one.get("index") == item["index"]), None)
         if same is None:
             held.append(same := {})
-        _join(same, each)
+        _join(same, item)
     else:
-        held.append(each)
+        held.append(item)
 
 
 class StreamedAnswer(NamedTuple):

@@ -145,8 +145,8 @@ async def _at_a_time(
 
     async def one(item: Item) -> Result:
         async with free:
-            found = await work(item)
+            result = await work(item)
         on_end()
-        return found
+        return result
 
     return await asyncio.gather(*map(one, items))  # after an error, `close` cancels the other tasks

@@ -59,7 +59,7 @@ class Counts:
         """
         if before is None or not (self.cumulative and before.cumulative):
             return self
-        now, then = ((each.drafts or 0, each.drafted or 0, each.accepted or 0) for each in (self, before))
+        now, then = ((counts.drafts or 0, counts.drafted or 0, counts.accepted or 0) for counts in (self, before))
         if now[0] < then[0]:
             raise UserError(
                 f"the server was restarted during the replay: it counts {now[0]:g} drafts now and counted {then[0]:g} "
@@ -87,27 +87,27 @@ def parse_counts(text: str, model: str | None = None) -> Counts:
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     except ValueError as error:
         raise NoCounts(f"this is not a metrics page ({str(error)[:60]!r})", _REMEDY) from None
-    found = [(name, each) for each in samples if (name := _counted(each.name)) and math.isfinite(each.value)]
-    if not found:
+    counted = [(name, sample) for sample in samples if (name := _counted(sample.name)) and math.isfinite(sample.value)]
+    if not counted:
         raise NoCounts("these metrics contain no counts of speculation", _REMEDY)
-    models = sorted({each.labels.get("model_name", "") for _, each in found})
+    models = sorted({sample.labels.get("model_name", "") for _, sample in counted})
     if len(models) > 1 and model not in models:
         raise UserError(f"these metrics count {' and '.join(map(repr, models))}", "name one of them as --model")
     sums: defaultdict[str, float] = defaultdict(float)
     positions: defaultdict[int, float] = defaultdict(float)
     lengths = list[float]()
-    for name, each in found:
-        if len(models) > 1 and each.labels.get("model_name") != model:
+    for name, sample in counted:
+        if len(models) > 1 and sample.labels.get("model_name") != model:
             continue
         if name == _LENGTH:
-            lengths += [each.value] if each.value >= 1 else []
+            lengths += [sample.value] if sample.value >= 1 else []
         elif name == "accepted_tokens_per_pos":
-            positions[int(each.labels["position"])] += each.value
+            positions[int(sample.labels["position"])] += sample.value
         else:
-            sums[name] += each.value
+            sums[name] += sample.value
     if not sums:
         return Counts(_SERVERS["sglang"], length=sum(lengths) / len(lengths) if lengths else None)
-    server = next(_SERVERS[each.name.partition(":")[0]] for name, each in found if name in sums)
+    server = next(_SERVERS[sample.name.partition(":")[0]] for name, sample in counted if name in sums)
     reached = tuple(positions[index] for index in range(max(positions, default=-1) + 1))
     return Counts(server, sums["drafts"], sums["draft_tokens"], sums["accepted_tokens"], reached, cumulative=True)
 

@@ -76,7 +76,7 @@ def _of(check: str, differences: Sequence[Difference], otherwise: str, **figures
     if not differences:
         return ok(check, otherwise, **figures)
     remedies = "; ".join(dict.fromkeys(remedy for _, remedy in differences))
-    return problem(check, "; ".join(found for found, _ in differences), remedies, **figures)
+    return problem(check, "; ".join(difference for difference, _ in differences), remedies, **figures)
 
 
 def compare_settings(target: CausalLM, target_folder: Path, served: Path, trained: Path, longest: int) -> Finding:
@@ -103,10 +103,10 @@ def compare_settings(target: CausalLM, target_folder: Path, served: Path, traine
 def _other_target(target_folder: Path, trained: Path) -> list[Difference]:
     """Return a difference if the speculator was trained on another target's states, as far as its folder records it."""
     wanted = trained_for(trained)
-    if wanted is None or (found := stored_fingerprint(target_folder)) == wanted:
+    if wanted is None or (stored := stored_fingerprint(target_folder)) == wanted:
         return []
     remedy = "pass the target that it was trained on, or train it again on this one"
-    return [(f"the speculator was trained on another target ({wanted}; this one is {found})", remedy)]
+    return [(f"the speculator was trained on another target ({wanted}; this one is {stored})", remedy)]
 
 
 def _other_settings(target: CausalLM, served: Path, trained: Path) -> list[Difference]:
@@ -116,16 +116,18 @@ def _other_settings(target: CausalLM, served: Path, trained: Path) -> list[Diffe
     """
     theirs, ours = dict[str, Any](), dict[str, Any]()
     try:
-        for folder, found in ((served, theirs), (trained, ours)):
+        for folder, settings in ((served, theirs), (trained, ours)):
             if is_dspark_folder(trained):
-                found |= asdict(replace(read_dspark_config(folder), tree=(), num_target_layers=None))
+                settings |= asdict(replace(read_dspark_config(folder), tree=(), num_target_layers=None))
             elif is_eagle3_folder(trained):
-                found |= asdict(read_eagle3_config(folder).for_target(target))
+                settings |= asdict(read_eagle3_config(folder).for_target(target))
             else:
                 read = AutoConfig.from_pretrained(folder).get_text_config(decoder=True).to_dict()
                 for key in _COMPARED:  # `type` is the older name of `rope_type`
                     value = read.get(key)
-                    found[key] = {k: v for k, v in value.items() if k != "type"} if isinstance(value, dict) else value
+                    settings[key] = (
+                        {k: v for k, v in value.items() if k != "type"} if isinstance(value, dict) else value
+                    )
     except UNREADABLE as error:
         return [(f"the draft's config.json cannot be read: {reason(error)}", _REMEDY)]
     return [
@@ -144,8 +146,8 @@ def compare_vocabularies(
     differences: list[Difference] = []
     if kind_of(served) != "draft":  # folders of other kinds have no tokenizer
         if size != known:
-            found = f"the served weights predict {size} tokens, but the target has {known}"
-            differences.append((found, "serve weights that were trained on this target"))
+            told = f"the served weights predict {size} tokens, but the target has {known}"
+            differences.append((told, "serve weights that were trained on this target"))
     else:
         differences += other_size(size, known)
         try:
@@ -227,14 +229,14 @@ def diagnose(
         yield undecided(TEXT, "no --endpoint was given")
     else:
         watch("the server's texts")
-        answers, found = _ask(replay, served, page or served.metrics, 0.0)
+        answers, counts = _ask(replay, served, page or served.metrics, 0.0)
         reference = Reference(replay.target, SamplingConfig(temperature=1.0), replay.config.eos_token_ids)
         limit = replay.config.max_new_tokens
         yield compare_texts(reference, replay.prompts, greedy, answers, replay.tokenizer, limit)
-        counted += [] if found is None else [found]
+        counted += [] if counts is None else [counts]
         if replay.temperature > 0:
-            _, found = _ask(replay, served, page or served.metrics, replay.temperature)
-            counted += [] if found is None else [found]
+            _, counts = _ask(replay, served, page or served.metrics, replay.temperature)
+            counted += [] if counts is None else [counts]
     watch("configs and weights")
     yield from _by_folders(replay, greedy)
     watch("acceptance here")
@@ -249,8 +251,8 @@ def _by_folders(replay: Replay, greedy: Sequence[Sequence[int]]) -> Iterator[Fin
     yield compare_vocabularies(replay.target, replay.tokenizer, replay.served, trusted)
     texts = [[*prompt, *text] for prompt, text in zip(replay.prompts, greedy, strict=True)][:_TEXTS]
     weights = replay.speculator.weights
-    found = compare_top_1(replay.target, weights, replay.served, texts, trusted)
-    yield found if found.status != "ok" else misread(TOP_1, replay.target, weights, texts) or found
+    finding = compare_top_1(replay.target, weights, replay.served, texts, trusted)
+    yield finding if finding.status != "ok" else misread(TOP_1, replay.target, weights, texts) or finding
 
 
 def _ask(
@@ -279,15 +281,15 @@ def _ask(
     after = find_counts(page(), served.served.model)
     if after is None:
         return answers, None
-    found = after.since(before)
-    note += "" if found.cumulative else f" ({found.server} reports only its last interval)"
-    return answers, ServerCounts(found, temperature, note) if found.drafts != 0 else None
+    counts = after.since(before)
+    note += "" if counts.cumulative else f" ({counts.server} reports only its last interval)"
+    return answers, ServerCounts(counts, temperature, note) if counts.drafts != 0 else None
 
 
 def _by_counts(replay: Replay, counted: Sequence[ServerCounts]) -> tuple[Finding, Finding]:
     """Compare the server's acceptance with the real loop, greedy and above temperature 0."""
-    greedy = next((each for each in counted if each.temperature == 0), None)
-    sampled = next((each for each in counted if each.temperature > 0), None)
+    greedy = next((counts for counts in counted if counts.temperature == 0), None)
+    sampled = next((counts for counts in counted if counts.temperature > 0), None)
     first = undecided(ACCEPTANCE, _NO_COUNTS)
     if greedy is not None:
         ours = _loop_acceptance(replay, greedy, sampled=True)
@@ -297,11 +299,11 @@ def _by_counts(replay: Replay, counted: Sequence[ServerCounts]) -> tuple[Finding
     if sampled is None:
         reason = "no counts of sampled texts" if greedy is not None else _NO_COUNTS
         return first, undecided(SAMPLING, reason)
-    drawn, best = (_loop_acceptance(replay, sampled, sampled=each) for each in (True, False))
+    drawn, best = (_loop_acceptance(replay, sampled, sampled=draws) for draws in (True, False))
     return first, compare_sampling(drawn, best, sampled.counts, sampled.temperature, sampled.note)
 
 
-def _explained(replay: Replay, draft: Draft, counted: ServerCounts, found: Finding) -> Finding:
+def _explained(replay: Replay, draft: Draft, counted: ServerCounts, finding: Finding) -> Finding:
     """Add to a finding the misreadings of the draft that reproduce the server's acceptance, nearest first."""
     same = dict[str, float]()
     for name, other in other_readings(draft, replay.target):
@@ -310,12 +312,12 @@ def _explained(replay: Replay, draft: Draft, counted: ServerCounts, found: Findi
         if not is_other(ours, counted.counts):
             same[name] = distance(ours, counted.counts)
     if not same:
-        return found
+        return finding
     nearest = [name for name in same if same[name] == min(same.values())]
     others = sorted(same.keys() - set(nearest), key=lambda name: (same[name], name))
-    told = f"{found.found}; the loop reproduces it with {' or '.join(nearest)}"
+    told = f"{finding.found}; the loop reproduces it with {' or '.join(nearest)}"
     told += f", less closely with {' or '.join(others)}" if others else ""
-    return replace(found, found=told, remedy=remedy_of(nearest[0], _MISREAD.format(" or ".join(nearest))))
+    return replace(finding, found=told, remedy=remedy_of(nearest[0], _MISREAD.format(" or ".join(nearest))))
 
 
 def _loop_acceptance(replay: Replay, counted: ServerCounts, sampled: bool) -> LoopAcceptance:
@@ -325,7 +327,7 @@ def _loop_acceptance(replay: Replay, counted: ServerCounts, sampled: bool) -> Lo
     tokens = replay.speculator.chain_length(counts.tokens or replay.speculator.named.tokens or per_draft)
     config = replace(replay.config, sampling=SamplingConfig(temperature=counted.temperature))
     drafter = replay.speculator.chain(tokens, sampled)
-    found = acceptance(count_steps(replay.target, drafter, replay.prompts, config, _BATCH))
-    if not found.passes:
+    accepted = acceptance(count_steps(replay.target, drafter, replay.prompts, config, _BATCH))
+    if not accepted.passes:
         raise UserError("every text ended after its first token; pass prompts with longer answers")
-    return LoopAcceptance(found, tokens, len(replay.prompts))
+    return LoopAcceptance(accepted, tokens, len(replay.prompts))

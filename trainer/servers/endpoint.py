@@ -141,7 +141,9 @@ class EndpointBackend:
         except _NoAnswer as error:
             return FailedConversation(conversation, error.problem, str(error), again=True)
         answers, tokens = tuple(reply.message for reply in replies), sum(reply.tokens for reply in replies)
-        ids, prompts = (_if_all(each) for each in zip(*((each.ids, each.prompt_ids) for each in replies), strict=True))
+        ids, prompts = (
+            _if_all(column) for column in zip(*((reply.ids, reply.prompt_ids) for reply in replies), strict=True)
+        )
         last = replies[-1]
         return AnsweredConversation(conversation, answers, tokens, last.truncated, ids, prompts, last.model)
 
@@ -219,6 +221,6 @@ def _read(completion: Completion) -> _Reply:
     return _Reply(answer, completion.tokens or 0, truncated, completion.model, ids, completion.prompt_ids)
 
 
-def _if_all(found: tuple[tuple[int, ...] | None, ...]) -> tuple[tuple[int, ...], ...] | None:
+def _if_all(all_ids: tuple[tuple[int, ...] | None, ...]) -> tuple[tuple[int, ...], ...] | None:
     """Return the token ids of every answer; None if any answer lacks them."""
-    return tuple(each for each in found if each is not None) if None not in found else None
+    return tuple(ids for ids in all_ids if ids is not None) if None not in all_ids else None

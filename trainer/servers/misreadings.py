@@ -67,7 +67,7 @@ def guesses(
     Raises UserError for a target whose states cannot be read.
     """
     online = OnlineTarget(target) if isinstance(weights, DSparkDraft | Eagle3Draft) else None
-    predicted = (each for text in texts for each in _predicted(weights, target, online, text))
+    predicted = (prediction for text in texts for prediction in _predicted(weights, target, online, text))
     labels, tokens = zip(*((labels, logits.argmax(-1)) for _, labels, logits in predicted), strict=True)
     return torch.cat(labels), torch.cat(tokens)
 
@@ -129,7 +129,7 @@ def _other_configs(config: DSparkConfig | Eagle3Config) -> dict[str, dict[str, A
         flags = {"sample_from_anchor": config.sample_from_anchor}
         causal = {sight.causal for sight in config.sights}
         names = {True: "a causal block", False: "a bidirectional block"}
-        changes |= {name: {"is_causal": each} for each, name in names.items() if causal != {each}}
+        changes |= {name: {"is_causal": is_causal} for is_causal, name in names.items() if causal != {is_causal}}
     return {**changes, **{f"{name} the other way": {name: not value} for name, value in flags.items()}}
 
 
@@ -140,11 +140,11 @@ def _other_states(config: DSparkConfig | Eagle3Config, target: CausalLM) -> dict
     taps, width = len(config.target_layer_ids), (-1, config.hidden_size)
     changes: dict[str, Callable[[Tensor], Tensor]] = {"taps after the final norm": norms[-1]} if norms else {}
 
-    def only(place: int, states: Tensor) -> Tensor:
-        return states[..., [place] * taps, :]
+    def only(tap: int, states: Tensor) -> Tensor:
+        return states[..., [tap] * taps, :]
 
-    for place, layer in enumerate(config.target_layer_ids if taps > 1 else ()):
-        changes[f"layer {layer} for all taps"] = partial(only, place)
+    for tap, layer in enumerate(config.target_layer_ids if taps > 1 else ()):
+        changes[f"layer {layer} for all taps"] = partial(only, tap)
 
     def reads(change: Callable[[Tensor], Tensor], draft: Any) -> None:
         entry = "fused" if isinstance(draft, Eagle3Draft) else "text_keys"
@@ -185,12 +185,12 @@ def _other_ropes(config: DSparkConfig | Eagle3Config, target: CausalLM) -> dict[
     ropes: dict[str, Mapping[str, Any]] = {f"rope_theta {theta:g}": {**own, "rope_theta": theta} for theta in _THETAS}
     ropes["unscaled rotary embeddings"] = {"rope_theta": own["rope_theta"], "rope_type": "default"}
     ropes["the target's rotary embeddings"] = of_target if readable else own
-    found = {name: dict(rope) for name, rope in ropes.items() if rope != own}
+    others = {name: dict(rope) for name, rope in ropes.items() if rope != own}
     if isinstance(config, Eagle3Config):
-        return {name: {"rope_parameters": rope} for name, rope in found.items()}
+        return {name: {"rope_parameters": rope} for name, rope in others.items()}
     return {
         name: {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {} if rope["rope_type"] == "default" else rope}
-        for name, rope in found.items()
+        for name, rope in others.items()
     }
 
 
@@ -222,16 +222,16 @@ def misread(check: str, target: CausalLM, weights: Weights, texts: Sequence[Sequ
     if isinstance(weights, CausalLM):
         return None
     labels, tokens = guesses(weights, target, texts)
-    hits, most_frequent, found = labels == tokens, labels == labels.bincount().argmax(), dict[str, float]()
+    hits, most_frequent, shares = labels == tokens, labels == labels.bincount().argmax(), dict[str, float]()
     told = f"its top-1 is right for {hits.float().mean():.1%} of {len(labels):,} tokens of the target's texts"
     for name, other in () if isinstance(weights, MedusaHeads) else other_readings(weights, target):
         theirs = labels == guesses(other, target, texts)[1]
         if _fits_better(theirs, hits) and theirs.sum() > most_frequent.sum():
-            found[name] = float(theirs.float().mean())
-    if found:
-        best = max(found, key=lambda name: found[name])
+            shares[name] = float(theirs.float().mean())
+    if shares:
+        best = max(shares, key=lambda name: shares[name])
         remedy = f"it was trained with {best}: write that in its config.json, or train it as its config says"
-        return problem(check, f"{told}, but {found[best]:.1%} with {best}", remedy_of(best, remedy))
+        return problem(check, f"{told}, but {shares[best]:.1%} with {best}", remedy_of(best, remedy))
     if _fits_better(most_frequent, hits):
         remedy = "pass the target that it was trained on, or train it on this one"
         told += ", worse than the most frequent token: it fits another target, or its tokens have another order"

@@ -135,8 +135,8 @@ def compare_top_1(
     if share == 1 or (share >= _LEAST and not tied):
         return ok(TOP_1, told, **figures)
     if tied:
-        found = f"{told}: servers ignore its lm_head.weight because tie_word_embeddings is true"
-        return problem(TOP_1, found, "set tie_word_embeddings to false in the served config.json", **figures)
+        ignored = f"{told}: servers ignore its lm_head.weight because tie_word_embeddings is true"
+        return problem(TOP_1, ignored, "set tie_word_embeddings to false in the served config.json", **figures)
     others = f"{told}: the served weights differ{_other_tensors(trained, read)}"
     return problem(TOP_1, others, _REMEDY, **figures)
 

@@ -55,7 +55,9 @@ class ServerPrompt(NamedTuple):
 def ask_rendered(served: "ServedModel", prompts: Sequence[HeldOutPrompt]) -> list[ServerPrompt]:
     """Return how the server read the first prompts; for each, one token is requested."""
     few = prompts[:_COMPARED]
-    requests = [CompletionRequest(each.text if each.messages is None else tuple(each.messages), 1) for each in few]
+    requests = [
+        CompletionRequest(prompt.text if prompt.messages is None else tuple(prompt.messages), 1) for prompt in few
+    ]
     answers = [(answer.prompt_ids, answer.prompt_tokens) for answer in served.many(requests)]
     return [ServerPrompt(ids, length if ids is None else len(ids)) for ids, length in answers]
 
@@ -67,14 +69,14 @@ def compare_rendered(
     compared = 0
     for prompt, server in zip(prompts, rendered, strict=False):
         if server.ids is not None and server.ids != prompt.ids:
-            found, remedy = _explained(prompt, server.ids, tokenizer)
-            return problem(TEMPLATE, found, remedy, ours=list(prompt.ids), server=list(server.ids))
+            told, remedy = _explained(prompt, server.ids, tokenizer)
+            return problem(TEMPLATE, told, remedy, ours=list(prompt.ids), server=list(server.ids))
         if server.length is not None and server.length != len(prompt.ids):
-            found = f"the server reads {server.length} tokens in a prompt of {len(prompt.ids)} tokens"
+            told = f"the server reads {server.length} tokens in a prompt of {len(prompt.ids)} tokens"
             likely = [(name, remedy) for name, remedy, ids in _variants(prompt, tokenizer) if len(ids) == server.length]
             if len(likely) == 1:
-                return problem(TEMPLATE, f"{found}, as if it {likely[0][0]}", likely[0][1])
-            return problem(TEMPLATE, found, "compare chat template, system prompt and thinking mode with the server's")
+                return problem(TEMPLATE, f"{told}, as if it {likely[0][0]}", likely[0][1])
+            return problem(TEMPLATE, told, "compare chat template, system prompt and thinking mode with the server's")
         compared += server.length is not None
     if not compared:
         return undecided(TEMPLATE, "the server reports neither the token ids nor the length of prompts")
@@ -186,14 +188,14 @@ def tokens_of(
     If the answer is only text, our tokens are used as far as they spell it, and only the rest is tokenized: tokens of
     the whole text could differ from ours earlier than the texts do.
     """
-    found = list(answer.token_ids or ())
+    tokens = list(answer.token_ids or ())
     if answer.token_ids is None:
         spelled = [str(tokenizer.decode(list(ours[:n]), skip_special_tokens=True)) for n in range(len(ours) + 1)]
         same = max(count for count, text in enumerate(spelled) if answer.text.startswith(text))
         rest = answer.text[len(spelled[same]) :]
         alone: list[int] = tokenizer(rest, add_special_tokens=False)["input_ids"]
-        found = [*ours[:same], *(encode_continuation(rest, tokenizer) if same else alone)]
-    return answer.with_end(found, eos)
+        tokens = [*ours[:same], *(encode_continuation(rest, tokenizer) if same else alone)]
+    return answer.with_end(tokens, eos)
 
 
 CHECK = "rounding or rule"
@@ -222,20 +224,20 @@ class Scorer(NamedTuple):
         The last pass scores place ``last``. The first pass after the prompt may be narrower, so its scores are left
         out. Raises UserError if the server reports no scores, or computes more tokens than asked.
         """
-        found, known = dict[int, Scores](), 0
-        for place in (0, *range(last % width or width, last + 1, width)):
-            controls = {**self.controls, "cache_prompt": place > 0, "logit_bias": {str(self.forced): 1000}}
-            prompt = (*text.prompt, *text.tokens[:place])
+        scores_at, known = dict[int, Scores](), 0
+        for position in (0, *range(last % width or width, last + 1, width)):
+            controls = {**self.controls, "cache_prompt": position > 0, "logit_bias": {str(self.forced): 1000}}
+            prompt = (*text.prompt, *text.tokens[:position])
             (answer,) = self.served.many([CompletionRequest(prompt, 1, logprobs=_BEST, controls=controls)])
             computed = len(prompt) - (answer.cached or 0)
             if not answer.likely:
                 raise UserError("it reports no scores by token id")
-            if place and computed != place - known:
-                raise UserError(f"it computed {computed} tokens at a time, not {place - known}")
-            if place - known == width:
-                found[place] = answer.likely
-            known = place
-        return found
+            if position and computed != position - known:
+                raise UserError(f"it computed {computed} tokens at a time, not {position - known}")
+            if position - known == width:
+                scores_at[position] = answer.likely
+            known = position
+        return scores_at
 
 
 def rounding_or_rule(scorer: Scorer, texts: Sequence[EngineText], width: int, ends: Sequence[int]) -> Finding:
@@ -264,15 +266,15 @@ def rounding_or_rule(scorer: Scorer, texts: Sequence[EngineText], width: int, en
         return undecided(CHECK, f"the server does not score its texts without a draft, so this stays open: {error}")
     widest, most = max(gaps, default=0.0), max(changes, default=0.0)
     passed, equal = widest <= most <= _MOST_ROUNDING, places - len(gaps)
-    found = f"without a draft, a token at a time, the server itself writes {equal:,} of these {places:,} tokens"
+    told = f"without a draft, a token at a time, the server itself writes {equal:,} of these {places:,} tokens"
     if gaps:
-        found += f"; the others are up to {widest:.3g} below its best"
-    found += f"; {width} tokens at a time change gaps between its tokens by up to {most:.3g}, and its best token at "
+        told += f"; the others are up to {widest:.3g} below its best"
+    told += f"; {width} tokens at a time change gaps between its tokens by up to {most:.3g}, and its best token at "
     verdict = "the texts differ by rounding, not by the rule" if passed else "the rule, or its cache, is wrong"
-    found += f"{turned} of {len(changes):,} places: {verdict}"
+    told += f"{turned} of {len(changes):,} places: {verdict}"
     figures = {"texts": len(texts), "places": places, "differences": len(gaps), "widest_gap": widest, "width": width}
     figures |= {"places_at_width": len(changes), "other_best_at_width": turned, "largest_change": most}
-    return judged(CHECK, passed, found, **figures)
+    return judged(CHECK, passed, told, **figures)
 
 
 def explained(identity: Finding, evidence: Finding, quantised: bool) -> Finding:
