@@ -315,7 +315,7 @@ def _explained(replay: Replay, draft: Draft, counted: ServerCounts, found: Findi
     others = sorted(same.keys() - set(nearest), key=lambda name: (same[name], name))
     told = f"{found.found}; the loop reproduces it with {' or '.join(nearest)}"
     told += f", less closely with {' or '.join(others)}" if others else ""
-    return replace(found, found=told, remedy=remedy_of(nearest[0], _MISREAD.format(" or ".join(nearest))))
+    return replace(found, found=told, remedy=remedy_of(nearest, _MISREAD.format(" or ".join(nearest))))
 
 
 def _loop_acceptance(replay: Replay, counted: ServerCounts, sampled: bool) -> LoopAcceptance:
