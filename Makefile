@@ -43,7 +43,7 @@ wheel: .venv/.ready
 # Exports in real vLLM, before a release. Its environment (3 GB) is built once, in the user's cache folder.
 vllm: .venv/.ready
 	sh scripts/vllm.sh
-	HEADSTART_VLLM=1 $(BIN)/python -m pytest -s tests/system/test_vllm.py
+	HEADSTART_VLLM=1 $(BIN)/python -m pytest -s --hypothesis-profile thorough tests/system/test_vllm.py
 
 .PHONY: lint
 lint: .venv/.ready

@@ -119,17 +119,20 @@ def published(folder: str, kind: str, target: CausalLM, tokenizer: Any) -> dict[
         with torch.device("meta"):
             draft = DSparkDraft(config)
         labels, layers = section.dspark.anchors * section.dspark.block_size, draft.layers
-        lm_head = target.model.get_output_embeddings().weight.numel()
+        lm_head = 4 * target.model.get_output_embeddings().weight.numel()  # frozen: no gradient of its weights
     else:
         config = replace(eagle3_config(target, section.eagle3), draft_vocab_size=section.vocabulary)
         with torch.device("meta"):
             draft = Eagle3Draft(config)
-        labels, layers, lm_head = section.eagle3.anchors * section.eagle3.steps, draft.midlayer, count(draft.lm_head)
+        labels, layers = section.eagle3.anchors * section.eagle3.steps, draft.midlayer
+        lm_head = 6 * count(draft.lm_head)
     sizes, shape = dict(target.model.named_parameters()), target.model.config
     experts = sum(weight.numel() for name, weight in sizes.items() if ".experts." in name)
-    active = count(target.model) - (experts and experts * (1 - shape.num_experts_per_tok / shape.num_local_experts))
-    products = labels * (count(layers) + lm_head) + text * count(draft.fc)
-    flops = recipe.training.steps * recipe.training.batch_size * (2 * active * text + 6 * products)
+    idle = experts and experts * (1 - shape.num_experts_per_tok / shape.num_local_experts)
+    embedding = 0 if shape.tie_word_embeddings else target.model.get_input_embeddings().weight.numel()
+    read = 2 * text * (count(target.model) - embedding - idle)
+    trained = labels * (6 * count(layers) + lm_head) + 6 * text * count(draft.fc)
+    flops = recipe.training.steps * recipe.training.batch_size * (read + trained)
     memory = (2 * count(target.model) + 16 * count(draft)) / 1e9 + ASSUMED["spare_gb"]
     hours = {
         card: flops / (ASSUMED["flops"] * tflops * 1e12) / 3600 if memory <= size else None

@@ -2,9 +2,10 @@
 
 In a cell (target, temperature, batch size) plain decoding and each drafter with each policy alternate on each group of
 prompts, so a machine that slows down slows all of them alike. Each kind of step (drafter, texts, drafted tokens) counts
-with its median seconds in the cell, because the same turn can take a quarter longer when it is repeated. Prefills do
-not count, and texts do not end early. Policies learn from turn to turn; the first turn is a warm-up and does not count.
-The widened target computes exactly the small target's function (`widen.py`).
+with its median seconds in the cell, because the same turn can take a quarter longer when it is repeated. So the work
+that a draft model does only after plain steps is not seen; heads and lookups have no such work. Prefills do not count,
+and texts do not end early. Policies learn from turn to turn; the first turn is a warm-up and does not count. The
+widened target computes exactly the small target's function (`widen.py`).
 
     python benchmarks/policies.py --target FOLDER --draft FOLDER --heads markov=FOLDER --dspark FOLDER \\
         --prompts FILE.jsonl --output FILE.json

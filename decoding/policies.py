@@ -110,13 +110,14 @@ class _Seconds:
         self._shares: dict[Budget, dict[int, float]] = {}
         self._tried_at: dict[Budget, int] = {}
         self._least: dict[Budget, float] = {}
-        """Budget -> the fewest plain steps that its steps have cost."""
+        """For each budget, the fewest plain steps that its steps have cost since its seconds were last forgotten."""
         self._steps = 0
 
     def add(self, budget: Budget, drafted: int, seconds: float) -> None:
         self._steps += 1
         if self._steps - self._tried_at.get(budget, self._steps) > _STALE:
             del self._of[budget], self._shares[budget]
+            self._least.pop(budget, None)
         self._tried_at[budget] = self._steps
         size = drafted.bit_length()
         latest = self._of.setdefault(budget, {}).setdefault(size, deque(maxlen=_KEPT))
@@ -141,10 +142,10 @@ class _Seconds:
         )
 
     def cost(self, budget: Budget, drafted: int) -> float:
-        """Return the plain steps that a step of a budget counts as, by recent steps that drafted about as many tokens.
+        """Return how many plain steps a step of a budget counts as, by recent steps that drafted about as many tokens.
 
-        More than `_DEAREST` count only if steps of the budget never cost less, because a hiccup or a slow spell of the
-        machine makes drafts look dear for a while.
+        It counts as more than `_DEAREST` only if steps of the budget never cost less. Otherwise a hiccup or a slow
+        spell of the machine would make drafts look expensive for a while. The method records the least cost.
         """
         plain, whole = self.known(NO_DRAFT), self.known(budget)
         if plain is None:
@@ -237,7 +238,7 @@ class AdaptivePolicy:
     against plain decoding. While the balance is negative, the policy tries no unlikely budgets. While it is below minus
     one plain step, nothing is drafted at all. In simulations, drafts that do not fit the text cost about two plain
     steps at first and 1.5% of the time later, if a drafting step takes at most two plain steps; more expensive drafts
-    cost more at first. Seconds depend on the number of texts decoded together, so they are learned separately for each
+    cost more. Seconds depend on the number of texts decoded together, so they are learned separately for each
     power of two. The policy reads the clock, so the shapes of passes differ between runs. So sampled texts with the
     same seed may differ, and in narrower dtypes than fp32 also greedy texts at near-ties.
     """

@@ -303,7 +303,8 @@ def policies_figure(report: Report) -> Picture:
     temperatures = sorted({row["temperature"] for row in report["rows"]})
     panels = figure.subplots(1, len(temperatures), sharey=True)
     for axes, temperature in zip(panels, temperatures, strict=True):
-        rows = [row for row in report["rows"] if row["temperature"] == temperature]
+        target = report["rows"][0]["target"]  # not the widened one
+        rows = [row for row in report["rows"] if (row["target"], row["temperature"]) == (target, temperature)]
         for number_of, drafter in enumerate(dict.fromkeys(row["drafter"] for row in rows)):
             of_drafter = [row for row in rows if row["drafter"] == drafter]
             for way, name, style in (("default", "default policy", "o-"), ("fixed", "always drafting", "s:")):
@@ -319,10 +320,12 @@ def policies_figure(report: Report) -> Picture:
 
 def policies_caption(report: Report) -> str:
     """Return target, prompts, the worst cell and the machine of `benchmarks/policies.py`."""
+    target = report["rows"][0]["target"]
+    lowest = min(row["default_over_plain"] for row in report["rows"] if row["target"] == target)
     return (
-        f"{text(report['rows'][0]['target'])} in {report['dtype']}; {report['prompts']} prompts of "
-        f"{text(report['set'])}, up to {report['max_new_tokens']} new tokens; the default policy's lowest median is "
-        f"{number(report['worst']['default_over_plain'])}×; {machine_of(report)}"
+        f"{text(target)} in {report['dtype']}; {report['prompts']} prompts of {text(report['set'])}, "
+        f"{report['max_new_tokens']} new tokens; the default policy's lowest ratio is {number(lowest)}×; "
+        f"{machine_of(report)}"
     )
 
 

@@ -3,11 +3,10 @@
 import errno
 import json
 import math
-import multiprocessing
 import os
 import shutil
-import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -276,25 +275,23 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert names(tmp_path) == ["final"] and (destination / "a").read_text() == "first"
 
 
-def hold_until_killed(folder: Path, held: Any) -> None:
-    with hold(folder):
-        held.set()
-        signal.pause()
+HOLDER = "import sys; from pathlib import Path; from trainer.files.folders import hold\n"
+HOLDER += "with hold(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
 
 
 @contextmanager
-def another_holds(folder: Path) -> Iterator[Any]:
-    """Start a fork of this process, which has imported everything already, that locks the folder until it is killed."""
-    fork = multiprocessing.get_context("fork")
-    held = fork.Event()
-    process = fork.Process(target=hold_until_killed, args=(folder, held))
-    process.start()
-    assert held.wait(60)
+def another_holds(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start a process that holds the folder until its standard input ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
     try:
         yield process
     finally:
         process.kill()
-        process.join()
+        process.communicate()
 
 
 def test_a_folder_held_elsewhere_is_refused_naming_process_and_host(tmp_path: Path) -> None:
@@ -312,7 +309,7 @@ def test_a_folder_held_elsewhere_is_refused_naming_process_and_host(tmp_path: Pa
 def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
     with another_holds(tmp_path) as other:
         other.kill()
-        other.join()
+        other.wait()
         assert (tmp_path / LOCK_NAME).exists()
         with hold(tmp_path):
             assert json.loads((tmp_path / LOCK_NAME).read_text())["process"] == os.getpid()
@@ -327,7 +324,7 @@ def test_waiting_for_the_other_run_says_so_and_then_goes_on(tmp_path: Path, monk
         def on_wait(line: str) -> None:
             said.append(line)
             other.kill()
-            other.join()
+            other.wait()
 
         with hold(tmp_path, on_wait):
             assert said == [said[0]] and said[0].startswith(f"waiting for process {other.pid} on ")

@@ -113,3 +113,14 @@ def test_tokenizers_and_prompts_are_known_by_what_they_make_of_a_text(tmp_path: 
     assert tokenizer_fingerprint(tiny_tokenizer()) == tokenizer_fingerprint(tiny_tokenizer())
     assert prompts_fingerprint([(1, 2), (3,)]) == prompts_fingerprint([[1, 2], [3]])
     assert prompts_fingerprint([(1, 2), (3,)]) != prompts_fingerprint([(1,), (2, 3)])
+
+
+def test_a_draft_whose_model_type_stands_in_a_nested_config_is_known_by_all_of_it(tmp_path: Path) -> None:
+    """In speculators' layout the top level of config.json has no ``model_type``, and transformers cannot read it."""
+    save_file({"fc.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"transformer_layer_config": {"model_type": "llama", "rope_theta": 1e4}}))
+    before = stored_fingerprint(tmp_path)
+    assert stored_fingerprint(tmp_path) == before
+    _set(config, transformer_layer_config={"model_type": "llama", "rope_theta": 1e6})
+    assert stored_fingerprint(tmp_path) != before

@@ -19,7 +19,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from decoding.errors import UserError
 from decoding.files.folder import OUTPUT_TOKENS_KEY, OUTPUT_TOKENS_NAME, adapted_model, is_heads_folder, reason
 from decoding.files.hub import local_folder
-from decoding.files.stored import read_header, weight_files
+from decoding.files.stored import CONFIG_NAME, read_header, weight_files
 
 TOKENIZER_PROBE = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
 """Text that different tokenizers split differently: spaces at the start and end of lines, digits, an accent."""
@@ -94,7 +94,11 @@ def _described(folder: Path, trust_remote_code: bool) -> Any:
         config = json.loads(adapters.read_text())
         own = {key: _sorted(value) for key, value in config.items() if key not in _ADAPTERS_SAY_NOTHING}
         return {"adapters": own, "base": stored_fingerprint(str(adapted_model(folder)), trust_remote_code)}
-    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code).to_dict()
+    config = json.loads((folder / CONFIG_NAME).read_text())
+    if (
+        "model_type" in config or trust_remote_code
+    ):  # drafts in speculators' layout have their model type further inside
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code).to_dict()
     behaviour = _behaviour(config)
     if OUTPUT_TOKENS_KEY in config and (listed := folder / OUTPUT_TOKENS_NAME).is_file():
         behaviour[OUTPUT_TOKENS_KEY] = json.loads(listed.read_text())

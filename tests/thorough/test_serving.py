@@ -208,7 +208,7 @@ def no_openai(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make the import of openai fail, and import the modules that may use it again; restore everything afterwards."""
 
     def drop() -> dict[str, ModuleType]:
-        parts = ("trainer.servers.", "trainer.commands.", "trainer.target.connection", "trainer.target.endpoint")
+        parts = ("trainer.servers.", "trainer.commands.")
         return {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(parts)}
 
     monkeypatch.setitem(sys.modules, "openai", None)

@@ -317,7 +317,7 @@ def _explained(replay: Replay, draft: Draft, counted: ServerCounts, finding: Fin
     others = sorted(same.keys() - set(nearest), key=lambda name: (same[name], name))
     told = f"{finding.found}; the loop reproduces it with {' or '.join(nearest)}"
     told += f", less closely with {' or '.join(others)}" if others else ""
-    return replace(finding, found=told, remedy=remedy_of(nearest[0], _MISREAD.format(" or ".join(nearest))))
+    return replace(finding, found=told, remedy=remedy_of(nearest, _MISREAD.format(" or ".join(nearest))))
 
 
 def _loop_acceptance(replay: Replay, counted: ServerCounts, sampled: bool) -> LoopAcceptance:

@@ -4,7 +4,7 @@ A misreading is found if the target's own texts fit the draft better when it is 
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -207,11 +207,10 @@ def _with_config(draft: Draft, target: CausalLM, **changes: Any) -> Draft:
     return other.to(draft.fc.weight).requires_grad_(False).eval()
 
 
-def remedy_of(name: str, otherwise: str) -> str:
-    """Return the remedy of a misreading; ``otherwise`` is that of a config that is read in another way."""
-    return (
-        "serve the draft in bf16 or fp32: its states exceed the range of fp16" if name in (FP16, _FP32) else otherwise
-    )
+def remedy_of(names: Collection[str], otherwise: str) -> str:
+    """Return the remedy of misreadings; ``otherwise`` is that of a config that is read in another way."""
+    narrow = "serve the draft in bf16 or fp32: its states exceed the range of fp16"
+    return narrow if {FP16, _FP32} & set(names) else otherwise
 
 
 def misread(check: str, target: CausalLM, weights: Weights, texts: Sequence[Sequence[int]]) -> Finding | None:
@@ -231,7 +230,7 @@ def misread(check: str, target: CausalLM, weights: Weights, texts: Sequence[Sequ
     if shares:
         best = max(shares, key=lambda name: shares[name])
         remedy = f"it was trained with {best}: write that in its config.json, or train it as its config says"
-        return problem(check, f"{told}, but {shares[best]:.1%} with {best}", remedy_of(best, remedy))
+        return problem(check, f"{told}, but {shares[best]:.1%} with {best}", remedy_of([best], remedy))
     if _fits_better(most_frequent, hits):
         remedy = "pass the target that it was trained on, or train it on this one"
         told += ", worse than the most frequent token: it fits another target, or its tokens have another order"
