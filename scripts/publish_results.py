@@ -16,7 +16,7 @@ from matplotlib.figure import Figure as Picture
 from decoding.measure.figures import NONE, caption, estimate, number, settings
 from decoding.measure.markdown import one_line, text
 from decoding.measure.report.curves import draw_speedups
-from decoding.measure.report.style import shade_below_one, styled
+from decoding.measure.report.style import COLOURS, shade_below_one, styled
 from decoding.measure.results import Figure, report_from_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -309,7 +309,7 @@ def policies_figure(report: Report) -> Picture:
             of_drafter = [row for row in rows if row["drafter"] == drafter]
             for way, name, style in (("default", "default policy", "o-"), ("fixed", "always drafting", "s:")):
                 points = {str(row["batch_size"]): row[f"{way}_over_plain"] for row in of_drafter}
-                axes.plot(points.keys(), points.values(), style, color=f"C{number_of}", label=f"{drafter}, {name}")
+                axes.plot(points.keys(), points.values(), style, color=COLOURS[number_of], label=f"{drafter}, {name}")
         shade_below_one(axes)
         axes.set_title(f"T={temperature:g}" if temperature else "greedy")
         axes.set_xlabel("texts decoded together")

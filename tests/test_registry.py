@@ -127,8 +127,11 @@ def test_a_spec_makes_its_drafter_which_decodes_as_plain_decoding(models: Path, 
     assert parse_drafter(str(spec)) == spec, "a spec in words reads back as itself"
 
 
-def test_every_name_of_the_registry_is_tried_above() -> None:
+def test_every_name_of_the_registry_is_tried_above_and_is_on_its_pages() -> None:
     assert {text.partition(":")[0] for text in SPECS} >= REGISTRY.keys() and len(REGISTRY) == 11
+    for page in ("how-to/python.md", "explanation/methods.md"):
+        text = (Path(__file__).parent.parent / "docs" / page).read_text()
+        assert all(f"`{name}" in text for name in REGISTRY), page
 
 
 def test_a_path_may_hold_commas(tmp_path: Path) -> None:

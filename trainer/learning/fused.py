@@ -119,7 +119,7 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        # In@group, so backward works only once. Copying a weight's gradient would cost as much as a product.
+        # In place, so backward works only once. Copying a weight's gradient would cost as much as a product.
         scaled = [None if saved is None else scale(saved, loss_gradient) for saved in ctx.saved_tensors]
         return *scaled, *(None,) * 5
 
@@ -218,7 +218,7 @@ def _divergences(
         if kind != "cross_entropy":
             value, part = sides.term(kind)
             losses = losses + factor * value
-            # Not in@group: other terms may read the same pull.
+            # Not in place: other terms may read the same pull.
             pull = (part if factor == 1 else part * factor) if pull is None else pull.add(part, alpha=factor)
     assert pull is not None, "a soft mix has a divergence"
     return losses, pull
@@ -358,7 +358,7 @@ def add_product(
 
 
 def scale(gradient: Tensor, factor: Float[Tensor, ""]) -> Tensor:
-    """Multiply a gradient in@group by a factor in fp32 or fp64 and return it.
+    """Multiply a gradient in place by a factor in fp32 or fp64 and return it.
 
     The factor keeps its dtype, because rounding it to bf16 would change the gradient of a whole term by up to 0.4%.
     """
