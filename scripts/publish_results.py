@@ -337,6 +337,7 @@ PLACES: dict[str, dict[str, Blocks]] = {
     "spec_bench_sampled": {RESULTS: (("spec_bench_sampled", tasks_table),)},
     "crossover": {RESULTS: (("crossover", conditions),)},
     "policies": {RESULTS: (("policies", policies_caption),)},
+    "equal_budget": {RESULTS: (("equal_budget", short_table),)},
     "experimental": {RESULTS: (("experimental", short_table),)},
     "verified": {"docs/how-to/verify.md": (("verified", verified_table),)},
     "served": {"docs/how-to/serving.md": (("served", served_table),)},

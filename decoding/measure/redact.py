@@ -93,7 +93,7 @@ def published_command(arguments: Sequence[str]) -> str:
 
 def _published_word(word: str) -> str:
     """Clean a word of the command line, including an option's value and a drafter's ``NAME:PATH,option=value``."""
-    parts = re.split(r"([=,]|(?<=[a-z]):)", without_secrets(word)) if "://" not in word else [word]
+    parts = re.split(r"([=,]|(?<=[a-z\d]):)", without_secrets(word)) if "://" not in word else [word]
     return "".join(published_name(part) for part in parts)
 
 

@@ -159,6 +159,7 @@ def test_secrets_are_withheld_from_texts(secret: str, published: str) -> None:
         (["x", "--prompts", "/home/zoe/p.jsonl", "--heads=~/h/final"], "x --prompts p.jsonl --heads=final"),
         (["x", "--api-key=swordfish"], "x '--api-key=(withheld)'"),
         (["x", "--drafter", "draft:/home/zoe/d/final,tokens=4"], "x --drafter draft:final,tokens=4"),
+        (["x", "--drafter", "eagle3:/home/zoe/e/final"], "x --drafter eagle3:final"),
         (["x", "--drafter", "draft:org/name,tokens=4"], "x --drafter draft:org/name,tokens=4"),
         (["x", "--endpoint", "http://localhost:8000/v1"], "x --endpoint http://localhost:8000/v1"),
         (["x", "ghp_0123456789abcdefABCDEF0123456789abcd"], "x '(withheld)'"),
