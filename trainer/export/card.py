@@ -156,8 +156,7 @@ def render_card(
     target, published = target_name(provenance), None if provenance is None else published_provenance(provenance)
     embedded, argument = target == quickstart.NAME, target_argument(provenance, adapted)
     repository = quickstart.MODEL if embedded else hub_repository(target)
-    on_hub = is_hub_id(repository)
-    method = artefact.method
+    on_hub, method = is_hub_id(repository), artefact.method
     kinds = {"medusa": "Medusa heads", "dspark": "DSpark draft", "dflash": "DFlash draft", "eagle3": "EAGLE-3 draft"}
     kind = kinds.get(method, "Draft model")
     packed = ((provenance or {}).get("target") or {}).get("quantisation")
