@@ -1,10 +1,10 @@
 """The default policy with every drafter: its speed relative to plain decoding and to always drafting.
 
-In a cell (target, temperature, batch size) plain decoding and each drafter with each policy alternate on each group of
-prompts, so a machine that slows down slows all of them alike. Each kind of step (drafter, texts, drafted tokens) counts
-with its median seconds in the cell, because the same turn can take a quarter longer when it is repeated. So the work
-that a draft model does only after plain steps is not seen; heads and lookups have no such work. Prefills do not count,
-and texts do not end early. Policies learn from turn to turn; the first turn is a warm-up and does not count. The
+In a cell (target, temperature, batch size) plain decoding and each drafter with each policy decode the same group of
+prompts at the same time and take turns after every step, so a machine that slows down slows all of them alike. Each
+kind of step (drafter, texts, drafted tokens) counts with its median seconds in the cell, because single steps hiccup.
+So the work that a draft model does only after plain steps is not seen; heads and lookups have no such work. Prefills do
+not count, and texts do not end early. Policies learn from turn to turn; the first turn is a warm-up and does not count. The
 widened target computes exactly the small target's function (`widen.py`).
 
     python benchmarks/policies.py --target FOLDER --draft FOLDER --heads markov=FOLDER --dspark FOLDER \\
@@ -16,7 +16,7 @@ import argparse
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -86,15 +86,17 @@ def measure(
     for name, drafter in drafters.items():
         engines[name, FIXED] = Engine(target, drafter, FixedPolicy())
         engines[name, DEFAULT] = Engine(target, drafter, Counted())
-    keys, counted = list(engines), {key: list[Turn]() for key in engines}
+    counted = {key: list[Turn]() for key in engines}
     seconds: defaultdict[tuple[str, int, int], list[float]] = defaultdict(list)
     for turn in range(turns + 1):
         first = turn * cell.batch_size
         group = [prompts[(first + index) % len(prompts)] for index in range(cell.batch_size)]
-        for key in (*keys[turn % len(keys) :], *keys[: turn % len(keys)]):
+        seeds = range(first, first + len(group))
+        streams = [engine.steps(group, config, batch_size=len(group), seeds=seeds) for engine in engines.values()]
+        for key, decoded in zip(engines, zip(*zip_longest(*streams), strict=True), strict=True):
             taken = Turn(0, Counter())
-            decoded = engines[key].steps(group, config, batch_size=len(group), seeds=range(first, first + len(group)))
-            for share, of_rows in groupby((step for _, step in decoded), lambda step: step.total_seconds):
+            own = [step[1] for step in decoded if step is not None]
+            for share, of_rows in groupby(own, lambda step: step.total_seconds):
                 rows = [step for step in of_rows if not step.is_prefill]  # all rows of one step
                 if rows and turn:
                     kind = len(rows), max(step.drafted for step in rows)
