@@ -4,8 +4,9 @@ In a cell (target, temperature, batch size) plain decoding and each drafter with
 prompts at the same time and take turns after every step, so a machine that slows down slows all of them alike. Each
 kind of step (drafter, texts, drafted tokens) counts with its median seconds in the cell, because single steps hiccup.
 So the work that a draft model does only after plain steps is not seen; heads and lookups have no such work. Prefills do
-not count, and texts do not end early. Policies learn from turn to turn; the first turn is a warm-up and does not count. The
-widened target computes exactly the small target's function (`widen.py`).
+not count, and texts do not end early. The default policy learns from turn to turn, and its first turn does not count.
+Drafting at each step learns nothing, so one turn measures it. The widened target computes exactly the small target's
+function (`widen.py`).
 
     python benchmarks/policies.py --target FOLDER --draft FOLDER --heads markov=FOLDER --dspark FOLDER \\
         --prompts FILE.jsonl --output FILE.json
@@ -65,14 +66,6 @@ class Counted(AdaptivePolicy):
         return chosen
 
 
-class Turn(NamedTuple):
-    """The tokens of one group of prompts, and how often each kind of step was taken."""
-
-    tokens: int
-    kinds: Counter[tuple[int, int]]
-    """(rows, most tokens drafted in a row) -> steps."""
-
-
 def measure(
     target: CausalLM,
     drafters: Mapping[str, Drafter],
@@ -86,49 +79,54 @@ def measure(
     for name, drafter in drafters.items():
         engines[name, FIXED] = Engine(target, drafter, FixedPolicy())
         engines[name, DEFAULT] = Engine(target, drafter, Counted())
-    counted = {key: list[Turn]() for key in engines}
+    tokens = Counter[tuple[str, str]]()
+    kinds = {key: Counter[tuple[int, int]]() for key in engines}  # of (texts, most tokens drafted in a text)
     seconds: defaultdict[tuple[str, int, int], list[float]] = defaultdict(list)
     for turn in range(turns + 1):
         first = turn * cell.batch_size
         group = [prompts[(first + index) % len(prompts)] for index in range(cell.batch_size)]
         seeds = range(first, first + len(group))
-        streams = [engine.steps(group, config, batch_size=len(group), seeds=seeds) for engine in engines.values()]
-        for key, decoded in zip(engines, zip(*zip_longest(*streams), strict=True), strict=True):
-            taken = Turn(0, Counter())
+        taken = {key: engine for key, engine in engines.items() if key[1] != FIXED or turn == 1}
+        streams = [engine.steps(group, config, batch_size=len(group), seeds=seeds) for engine in taken.values()]
+        for key, decoded in zip(taken, zip(*zip_longest(*streams), strict=True), strict=True):
             own = [step[1] for step in decoded if step is not None]
             for share, of_rows in groupby(own, lambda step: step.total_seconds):
                 rows = [step for step in of_rows if not step.is_prefill]  # all rows of one step
                 if rows and turn:
                     kind = len(rows), max(step.drafted for step in rows)
                     seconds[key[0], *kind].append(share * len(rows))
-                    taken.kinds[kind] += 1
-                    taken = taken._replace(tokens=taken.tokens + sum(len(step.tokens) for step in rows))
-            counted[key] += [taken] * (turn > 0)
+                    kinds[key][kind] += 1
+                    tokens[key] += sum(len(step.tokens) for step in rows)
     typical = {kind: median(each) for kind, each in seconds.items()}
-    rows = []
-    for name in drafters:
-        policy = engines[name, DEFAULT].policy
-        assert isinstance(policy, Counted)
-        choices = {f"{budget.depth} deep, {budget.nodes - 1}": count for budget, count in policy.choices.most_common(4)}
-        rows.append({**cell._asdict(), "drafter": name, **figures(counted, typical, name), "choices": choices})
-    return rows
+    speeds = {
+        key: tokens[key] / sum(typical[key[0], *kind] * steps for kind, steps in of.items())
+        for key, of in kinds.items()
+    }
+    return [cell._asdict() | figures(name, engines[name, DEFAULT], speeds, kinds, typical) for name in drafters]
 
 
 def figures(
-    counted: Mapping[tuple[str, str], Sequence[Turn]], typical: Mapping[tuple[str, int, int], float], name: str
+    name: str,
+    engine: Engine,
+    speeds: Mapping[tuple[str, str], float],
+    kinds: Mapping[tuple[str, str], Mapping[tuple[int, int], int]],
+    typical: Mapping[tuple[str, int, int], float],
 ) -> dict[str, Any]:
-    """Return ratios of tokens per second over all turns, and of each turn."""
-
-    def rates(key: tuple[str, str]) -> list[float]:
-        lasted = [sum(typical[key[0], *kind] * steps for kind, steps in turn.kinds.items()) for turn in counted[key]]
-        tokens = [turn.tokens for turn in counted[key]]
-        return [sum(tokens) / sum(lasted), *(one / other for one, other in zip(tokens, lasted, strict=True))]
-
-    plain, fixed, default = (rates(key) for key in ((PLAIN, PLAIN), (name, FIXED), (name, DEFAULT)))
-    fixed, default = ([one / other for one, other in zip(each, plain, strict=True)] for each in (fixed, default))
-    better = default[0] / max(fixed[0], 1.0)
-    ratios = {"fixed_over_plain": fixed[0], "default_over_plain": default[0], "default_over_better": better}
-    return ratios | {"turns": {FIXED: fixed[1:], DEFAULT: default[1:]}}
+    """Return a drafter's ratios of speeds in a cell, the commonest choices of the policy of its ``engine``, and its
+    steps: texts, drafted tokens, number of steps by the default policy, and median seconds.
+    """
+    assert isinstance(engine.policy, Counted)
+    plain, fixed, default = speeds[PLAIN, PLAIN], speeds[name, FIXED], speeds[name, DEFAULT]
+    commonest = engine.policy.choices.most_common(4)
+    return {
+        "drafter": name,
+        "fixed_over_plain": fixed / plain,
+        "default_over_plain": default / plain,
+        "default_over_better": default / max(fixed, plain),
+        "choices": {f"{budget.depth} deep, {budget.nodes - 1}": count for budget, count in commonest},
+        "steps": [(*kind, count, typical[name, *kind]) for kind, count in sorted(kinds[name, DEFAULT].items())],
+        "plain_steps": [(*kind, count, typical[PLAIN, *kind]) for kind, count in kinds[PLAIN, PLAIN].items()],
+    }
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

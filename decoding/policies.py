@@ -112,6 +112,8 @@ class _Seconds:
         self._least: dict[Budget, float] = {}
         """For each budget, the fewest plain steps that its steps have cost since its seconds were last forgotten."""
         self._steps = 0
+        self.gained = 0.0
+        """What drafts have gained since the last plain step, in plain steps."""
 
     def add(self, budget: Budget, drafted: int, seconds: float) -> None:
         self._steps += 1
@@ -133,13 +135,15 @@ class _Seconds:
     def lacks_plain(self) -> bool:
         """True if the next step should be plain, because plain steps were timed never, too rarely or too long ago.
 
-        Once two plain steps are known, the pauses between them grow to `_RETIMED` steps. On a machine that changes its
-        speed, an old figure would make drafts look faster or slower than they are.
+        Once two plain steps are known, the next is due when it costs less than `_TIMING` of the speed: soon if drafts
+        gain little, which a wrong figure would hide, and late if they gain much. On a machine that changes its speed,
+        an old figure would make drafts look faster or slower than they are.
         """
         count = sum(map(len, self._of.get(NO_DRAFT, {}).values()))
-        return bool(self._of) and self._steps - self._tried_at.get(NO_DRAFT, 0) >= (
-            min(4 << count, _RETIMED) if count > 1 else 0
-        )
+        pause = self._steps - self._tried_at.get(NO_DRAFT, 0)
+        # A plain step loses what a drafting step gains, which is on average the gain since the last one over the pause.
+        due = pause >= _HELD and _TIMING * pause**2 >= self.gained
+        return bool(self._of) and (count < 2 or due)
 
     def cost(self, budget: Budget, drafted: int) -> float:
         """Return how many plain steps a step of a budget counts as, by recent steps that drafted about as many tokens.
@@ -214,10 +218,10 @@ def _arms(budgets: Sequence[Budget]) -> dict[Budget, _Acceptance]:
 _MEMORY = 0.9975  # weight of a trial relative to the trial after it
 _GUESS, _OF_LARGER = 0.75, 0.8
 """Per-position acceptance assumed before any trial, and that of a chain relative to the tree around it."""
-_KEPT, _RECENT, _RETIMED, _STALE, _AGEING = 31, 384, 128, 500, 4000.0
-"""Number of steps kept per budget; greatest age of a kept step when a newer one is added; steps from one timed plain
-step to the next while drafting; steps after which a budget's seconds are forgotten; steps in which the doubt about
-these seconds grows e-fold."""
+_KEPT, _RECENT, _STALE, _AGEING = 31, 384, 500, 4000.0
+"""Number of steps kept per budget; greatest age of a kept step when a newer one is added; steps after which a budget's
+seconds are forgotten; steps in which the doubt about these seconds grows e-fold."""
+_TIMING = 1 / 64  # share of the speed that timing plain steps may cost while drafting
 _NOISE, _BETWEEN, _BEYOND = 0.15, 0.04, 0.3
 """Relative standard deviations of a step's seconds, of guesses between tried budgets, and of guesses beyond."""
 _CAUTION = 0.5  # standard deviations by which choices are explored; half is always added to the acceptance
@@ -290,10 +294,10 @@ class AdaptivePolicy:
         seconds = self._seconds.setdefault(size, _Seconds())
         seconds.add(budget, drafted, total)
         if budget == NO_DRAFT:
-            gain = _LOSS
+            gain, seconds.gained = _LOSS, 0.0
         else:
-            cost = seconds.cost(budget, drafted)
-            gain = sum(step.emitted for step in steps) / len(steps) - cost
+            gain = sum(step.emitted for step in steps) / len(steps) - seconds.cost(budget, drafted)
+            seconds.gained += gain
         self._balance[size] = max(min(self._balance.get(size, _FIRST_LOSS) + gain, _MOST_GAIN), -_MOST_DEBT)
         for step in steps if budget in self._acceptance else ():
             self._acceptance[budget].add(budget, step)

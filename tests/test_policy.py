@@ -1,6 +1,6 @@
 """Policies: fixed budgets, and the choice that writes the most tokens per second on simulated machines."""
 
-from itertools import product
+from itertools import pairwise, product
 from statistics import fmean
 
 import pytest
@@ -128,6 +128,19 @@ def test_drafts_that_are_accepted_but_slow_are_stopped_too() -> None:
         policy.observe(budget, one(budget.depth, budget.depth), 0.0, took, took)
         seconds, tokens = seconds + took, tokens + budget.depth + 1
     assert tokens / seconds > 0.9
+
+
+@pytest.mark.parametrize(("took", "longest", "most"), [(1.9, 16, 100), (0.8, 200, 10)])
+def test_plain_steps_are_timed_often_only_if_drafts_gain_little(took: float, longest: int, most: int) -> None:
+    """Each drafting step writes two tokens, and so gains 0.1 or 1.2 plain steps."""
+    policy, plain = AdaptivePolicy(), list[int]()
+    for step in range(600):
+        budget = policy.choose(chains(1), rows=1)
+        seconds = 1.0 if budget == NO_DRAFT else took
+        policy.observe(budget, one(budget.depth, budget.depth), 0.0, seconds, seconds)
+        plain += [step] * (budget == NO_DRAFT)
+    assert max(after - before for before, after in pairwise([*plain, 600])) <= longest
+    assert len(plain) <= most, plain
 
 
 def test_of_a_hybrid_the_adaptive_policy_takes_the_largest_tree_or_none() -> None:
