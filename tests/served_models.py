@@ -88,8 +88,11 @@ class Desk:
         write_draft(CausalLM(draft.eval()), self.tokenizer, self.folder / name)
         return self.folder / name
 
-    def write_dflash(self, name: str) -> Path:
-        """Train a DFlash draft to write several tokens after any token of the target's texts."""
+    def write_dflash(self, name: str, writes: range | None = None) -> Path:
+        """Train a DFlash draft to write several tokens after any token of the target's texts.
+
+        ``writes``: the only tokens that the draft can write; None means all.
+        """
         draft, target = tiny_dflash(self.target, TOKENS, spread=0.05, intermediate_size=96), self.target
         embeddings, lm_head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
         layers = target.model(self.texts, output_hidden_states=True).hidden_states
@@ -110,6 +113,10 @@ class Desk:
             return _loss(lm_head(hidden[:, 1:]), self.texts[:, end + 1 : end + 1 + TOKENS])
 
         _fit(draft.requires_grad_(True).parameters(), loss, steps=60)
+        if writes is not None:
+            whole, draft = draft, tiny_dflash(target, TOKENS, writes=writes, intermediate_size=96)
+            draft.load_state_dict(whole.state_dict(), strict=False)
+            draft.write_only(writes, lm_head.weight.detach())
         draft.save_pretrained(self.folder / name)
         return self.folder / name
 

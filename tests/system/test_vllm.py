@@ -44,6 +44,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "markov": {"rank": 8},
     "markov, shared": {"shared": True, "rank": 8},
 }
+DFLASH = {"dflash": None, "dflash of few tokens": range(40, 100)}
 EAGLE3: dict[str, dict[str, Any]] = {
     "eagle3": {},
     "eagle3, few tokens and norms": {"vocabulary": 60, "norm_before_residual": True, "norm_before_fc": True},
@@ -101,7 +102,8 @@ def cases_of(desk: Desk) -> list[VllmCase]:
         export(desk.write_heads(f"{name}-run", **given), heads[name], "heads")
     write_weights(heads["biased"], read_weights(heads["biased"], ""), 30_000)  # in shards
     export(desk.write_draft("draft-run"), folder / "draft", "draft")
-    export(desk.write_dflash("dflash-run"), folder / "dflash", "dspark", target=str(folder / "target"))
+    for name, writes in DFLASH.items():
+        export(desk.write_dflash(f"{name}-run", writes), folder / name, "dspark", target=str(folder / "target"))
     tiny_dspark(target, TOKENS).save_pretrained(folder / "dspark-run")
     export(folder / "dspark-run", folder / "dspark", "dspark", target=str(folder / "target"), prompts=NO_PROMPTS)
     own = {name: load_heads(source, target) for name, source in heads.items()}
@@ -109,13 +111,15 @@ def cases_of(desk: Desk) -> list[VllmCase]:
     crowded = proposed(heads["markov"], recorded=True)
     crowded["engine"] |= ROOM
     draft = load_draft(str(folder / "draft"), target, desk.tokenizer)
-    dflash = DSparkDrafter(load_dspark(folder / "dflash", target))
     drafts = {"method": "draft_model", "num_speculative_tokens": DRAFT_TOKENS, "model": str(folder / "draft")}
-    at_once = {"method": "dflash", "num_speculative_tokens": TOKENS, "model": str(folder / "dflash")}
+    at_once = {"method": "dflash", "num_speculative_tokens": TOKENS}
     return [
         VllmCase("plain"),
         VllmCase("draft", drafts, DraftModelDrafter(draft, DRAFT_TOKENS)),
-        VllmCase("dflash", at_once, dflash),
+        *(
+            VllmCase(name, at_once | {"model": str(folder / name)}, DSparkDrafter(load_dspark(folder / name, target)))
+            for name in DFLASH
+        ),
         VllmCase("dspark", at_once | {"method": "dspark", "model": str(folder / "dspark")}, batch_sizes=(1,)),
         *(VllmCase(name, drafter=MedusaDrafter(own[name], CHAIN), **proposed(heads[name])) for name in heads),
         VllmCase("lookup", drafter=looked_up, **proposed(heads["markov"], 6, ngram=2)),
@@ -168,7 +172,7 @@ def test_an_eagle3_draft_writes_our_text_in_as_many_passes_as_here(
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("name", ["draft", "dflash", *TRAINED, "fewer", "lookup"])
+@pytest.mark.parametrize("name", ["draft", *DFLASH, *TRAINED, "fewer", "lookup"])
 def test_an_export_writes_our_text_in_as_many_passes_as_here(found: Row, name: str, batch_size: int) -> None:
     row = found[name, batch_size]
     assert row["equal"] == row["prompts"] == PROMPTS

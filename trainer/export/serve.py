@@ -164,7 +164,7 @@ def _vllm(serving: Serving) -> ServerCommand:
     if artefact.method == "dspark":
         notes.append("not tried: vLLM 0.32 and later support this only on GPUs, with the V2 model runner")
     else:
-        notes.append("not tried with an EAGLE-3 draft" if artefact.eagle3 else _TRIED)
+        notes.append(_TRIED)
         warnings.append(_SAMPLES_WRONGLY)
     if artefact.at_once and artefact.format == NESTED:
         warnings += [f"from this layout vLLM has {problem}: use --format dspark" for problem in serving.lost["vLLM"]]
