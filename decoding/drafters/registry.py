@@ -222,6 +222,6 @@ class DrafterLoader:
         if weights == "draft":
             return load_draft(path, self._target, self._tokenizer, self._trusted)
         if self._tokenizer is None:
-            raise UserError(f"{path} has another tokenizer, and the target's is unknown: pass the latter as tokenizer")
+            raise UserError(f"the target's tokenizer is unknown, and {path} has another one: pass it as tokenizer")
         draft = load_draft(path, self._target, None, self._trusted, other_tokenizer=True)
         return ForeignDraft(draft, load_tokenizer(path, self._trusted), self._tokenizer)

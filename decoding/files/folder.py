@@ -89,7 +89,7 @@ def adapted_model(folder: Path) -> str | None:
     while following is not None:
         at = Path(following).resolve()
         if at in visited:
-            raise UserError(f"the adapters in {folder} lead back to themselves as their base model: {_REMEDY}")
+            raise UserError(f"the base models of the adapters in {folder} lead back to these adapters: {_REMEDY}")
         visited.add(at)
         following = _base_of(at)
     return base

@@ -114,7 +114,7 @@ def conclusion(ratio: Estimate, faster: str = "faster", prompts: int | None = No
             return RatioConclusion("real", f"real: {words[low <= 0]} by {ends[0]:.1%} to {ends[1]:.1%}")
         either = max(-low, high)
         if either <= _SMALL:
-            return RatioConclusion("none", f"no difference seen: less than {max(either, 0.001):.1%} either way")
+            return RatioConclusion("none", f"no difference seen: at most {max(either, 0.001):.1%} in either direction")
     error = (math.log(ratio.high) - math.log(ratio.low)) / (2 * expanded_quantile(ratio.observations))
     effect = max(abs(math.log(ratio.value)), math.log1p(_WORTH))
     wanted = max(FEWEST, ratio.observations * (error * _POWER80 / effect) ** 2)

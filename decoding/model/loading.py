@@ -153,7 +153,7 @@ def _that_or_base(folder: Path, pattern: str) -> Path:
     while (base := adapted_model(folder)) is not None and not any(folder.glob(pattern)):
         folder = local_folder(base, weights=False)
         if folder in visited:
-            raise UserError(f"the adapters {base} lead back to themselves as their base model: use the base model")
+            raise UserError(f"the base models of the adapters {base} lead back to these adapters: use a base model")
         visited.append(folder)
     return folder
 

@@ -134,7 +134,7 @@ def test_without_a_gain_generate_decodes_plainly_and_a_plan_that_fits_badly_is_n
     assert "found no drafter that gains 2% over plain decoding at batch size 1" in output
     assert "was made at temperature 0, not 0.5" in output
     specs, notes = chosen(planned_as(plan_path, tmp_path, "lookup:tokens=2", 1.5), models, 1, 16)
-    assert specs == ["lookup:tokens=2"] and "has batch sizes 1, 2: 16 uses the nearest" in notes
+    assert specs == ["lookup:tokens=2"] and "has batch sizes 1, 2; batch size 16 uses the nearest of these" in notes
 
 
 @pytest.mark.parametrize(

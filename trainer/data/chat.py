@@ -143,7 +143,7 @@ class TranscriptEncoder:
             examples.append(Example((*prompt, *tokens), trained, len(prompt)))
         if not isinstance(written, list) or not len(examples) == len(indices) == len(written):
             raise UserError(
-                f"{where}: {ANSWER_TOKENS} does not contain the tokens of each answer under this tokenizer",
+                f"{where}: with this tokenizer the field {ANSWER_TOKENS} does not spell each answer",
                 "regenerate the answers with this target, or remove the field",
             )
         return tuple(example for example, index in zip(examples, indices, strict=True) if is_trained(messages[index]))
@@ -296,7 +296,7 @@ class ChatTemplate:
             tokens, trained = marked[number]
             if tokens[: before.end] != before.tokens[: before.end]:
                 raise UserError(
-                    f"{where}: the chat template rewrites earlier answers once a later one follows, so no sequence is "
+                    f"{where}: the chat template rewrites an answer when a later answer follows, so no sequence is "
                     "what the target saw: use conversations with one answer, or another template in data.chat_template"
                 )
             marked[number] = Marked(tokens, (False,) * before.end + trained[before.end :])
@@ -331,7 +331,7 @@ class ChatTemplate:
             answered = self._render(messages[: index + 1])
             if not answered.startswith(asked):
                 raise UserError(
-                    f"{where}: the chat template rewrites the text before an answer once the answer follows, so the "
+                    f"{where}: the chat template rewrites the text before an answer when the answer follows, so the "
                     "answer's tokens cannot be found: set data.chat_template to a template file with marks; there, "
                     f"{ADVICE}"
                 )

@@ -98,7 +98,7 @@ def opening_of(row: Row, section: DataSection) -> tuple[tuple[Message, ...], Too
     fields, where = row.fields(), row.where
     messages = prompt_of(fields, section.prompt_field, where).messages
     if (section.answer_field or find_answer(fields)) in fields or any(m["role"] == "assistant" for m in messages):
-        raise UserError(f"{where}: the row has an answer: use prompts alone, or an answer to each")
+        raise UserError(f"{where}: the row has an answer: use rows without answers, or rows that all have one")
     return _turns(messages, where)[0], tools_of(fields, where)
 
 

@@ -237,22 +237,22 @@ def layout_findings(spec: DrafterSpec) -> list[Finding]:
 
     def layout() -> Finding:
         stored = read_object(folder / CONFIG_NAME, _COPY)
-        remedy = "headstart export, with --format dspark or gguf, writes what a server runs as trained, or says why not"
+        remedy = "headstart export --format dspark or gguf writes a draft that servers run as trained, if possible"
         if weights == "dspark draft":
             config = read_dspark_config(folder)
             kind, lost = "DFlash" if config.is_dflash else "DSpark", lost_in_servers(config, stored)
         else:
             kind, lost = "EAGLE-3", lost_of_eagle3(read_eagle3_config(folder), stored)
             remedy = (
-                "headstart export --format eagle3 writes the flat form; all three servers run a plain Llama layer that "
-                "reads the default three layers, without flags or a window"
+                "headstart export --format eagle3 writes the flat form; in this form all three servers run a plain "
+                "Llama layer that reads the default three layers and has no flags or window"
             )
         form = "speculators' nested form" if "speculators_model_type" in stored else "flat form"
         right = [server for server, problems in lost.items() if not problems]
         sentence = f"{kind} in {form}; run as trained by {', '.join(right) or 'none'}"
         if len(right) == len(lost):
             return ok("layout", sentence)
-        wrong = [f"{server} has {', '.join(problems)}" for server, problems in lost.items() if problems]
+        wrong = [f"{server} {', '.join(problems)}" for server, problems in lost.items() if problems]
         return note("layout", "; ".join([sentence, *wrong]), remedy)
 
     return [attempt("layout", layout, _COPY)]
@@ -286,7 +286,7 @@ def _dspark(name: str, folder: Path, target: Skeleton, bytes_of: list[int]) -> F
     config.check_fits(target.model)
     bytes_of.append(sum(prod(tensor.shape) for tensor in header.values()) * target.model.dtype.itemsize)
     taps = ", ".join(map(str, config.target_layer_ids))
-    return ok("draft", f"{config.block_size} tokens per forward pass, from the target's states after layers {taps}")
+    return ok("draft", f"{config.block_size} tokens per forward pass; reads the target's states after layers {taps}")
 
 
 def _eagle3(name: str, folder: Path, target: Skeleton, bytes_of: list[int]) -> Finding:
@@ -297,7 +297,7 @@ def _eagle3(name: str, folder: Path, target: Skeleton, bytes_of: list[int]) -> F
     bytes_of.append(sum(prod(tensor.shape) for tensor in header.values()) * target.model.dtype.itemsize)
     taps, tokens = ", ".join(map(str, config.target_layer_ids)), config.draft_vocab_size
     return ok(
-        "draft", f"EAGLE-3 for {tokens} of {config.vocab_size} tokens, from the target's states after layers {taps}"
+        "draft", f"writes {tokens} of {config.vocab_size} tokens and reads the target's states after layers {taps}"
     )
 
 

@@ -124,7 +124,7 @@ def _read_prompts(
     if prompts is not None:
         heldout = read_heldout(prompts, None, PROMPTS, tokenizer, longest, _NEW_TOKENS)
         return _Prompts(prompts.name, [tokens for _, tokens in heldout], _NEW_TOKENS)
-    remedy = "use a .jsonl file of prompts as --prompts"
+    remedy = "pass a .jsonl file of prompts as --prompts"
     stored = read_provenance(source)
     if stored is None or not stored["recipe"]:
         raise _NotHere(f"the held-out prompts of the training run are not recorded; {remedy}")
@@ -201,7 +201,7 @@ def _compared(
     if not rounded:
         _check_equal(task.folder, asked, ours, theirs)
     count, plain = len(asked.tokens), _equal(theirs.decoded, theirs.plain)
-    parts = [f"{_equal(ours.decoded, theirs.decoded)}/{count} texts equal, {plain}/{count} as in plain decoding"]
+    parts = [f"{_equal(ours.decoded, theirs.decoded)}/{count} texts are equal, {plain}/{count} as in plain decoding"]
     if plain < count:
         parts[0] += " (the others differ after near-ties)"
     if rounded:
@@ -209,8 +209,8 @@ def _compared(
     else:
         parts.append(_counts(theirs.decoded))
     if not rounded and ours.logits is not None and ours.logits.numel():
-        parts.append(f"logits of {len(ours.logits)} heads bit-equal")
-    return f"{count} prompts of {asked.name} decoded with both ({theirs.label}): {'; '.join(parts)}"
+        parts.append(f"logits of {len(ours.logits)} heads are bit-equal")
+    return f"{count} prompts of {asked.name}, trained and exported weights ({theirs.label}): {'; '.join(parts)}"
 
 
 def _read_with(model: CausalLM, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, prompts: _Prompts) -> _Reading:
@@ -244,7 +244,7 @@ def _check_equal(folder: Path, prompts: _Prompts, ours: _Reading, theirs: _Readi
         if mine.tokens != other.tokens:
             raise UserError(f"{wrong}: {_first_difference(prompts, index, other, mine)} differs; {remedy}")
     if [text.counts for text in ours.decoded] != [text.counts for text in theirs.decoded]:
-        raise UserError(f"{wrong}: {_counts(ours.decoded)}, exported {_counts(theirs.decoded)}; {remedy}")
+        raise UserError(f"{wrong}: trained {_counts(ours.decoded)}; exported {_counts(theirs.decoded)}; {remedy}")
 
 
 def _first_difference(prompts: _Prompts, index: int, text: Generation, other: Generation) -> str:
@@ -254,12 +254,12 @@ def _first_difference(prompts: _Prompts, index: int, text: Generation, other: Ge
 
 
 def _counts(decoded: Sequence[Generation]) -> str:
-    """Return ``2.31 tokens per target pass, accepted 123/88/41 in 200 passes``; the counts are by position."""
+    """Return ``2.31 tokens per target pass; 123/88/41 accepted in 200 passes``; the counts are by position."""
     shares = acceptance([text.counts for text in decoded])
     if not shares.passes:
         return "no text has more than one token"
     accepted = "/".join(f"{share.value * shares.passes:.0f}" for share in shares.reached) or "none"
-    return f"{shares.tokens_per_pass.value:.2f} tokens per target pass, accepted {accepted} in {shares.passes} passes"
+    return f"{shares.tokens_per_pass.value:.2f} tokens per target pass; {accepted} accepted in {shares.passes} passes"
 
 
 @torch.inference_mode()

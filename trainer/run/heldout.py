@@ -185,8 +185,8 @@ class Watch:
         difference = conclusion(ratio_of_rates(pairs))
         if difference.kind != "real":
             self._log.note(
-                f"step {best.progress.step} had the best evaluation, {best.figure:.3f} tokens per target pass, but not "
-                f"beyond its interval over the last step's {last.figures[CRITERION]:.3f} ({difference.text}): "
+                f"step {best.progress.step} had the best evaluation, {best.figure:.3f} tokens per target pass; the "
+                f"last step has {last.figures[CRITERION]:.3f}. The difference may be chance ({difference.text}), so "
                 "the last weights are kept"
             )
             return progress

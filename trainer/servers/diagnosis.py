@@ -155,7 +155,7 @@ def compare_vocabularies(
         except UserError as error:
             differences.append((error.message, error.remedy or _REMEDY))
         differences += trimmed(stored)
-    return _of(VOCABULARY, differences, f"both have {size} tokens", target=known, speculator=size)
+    return _of(VOCABULARY, differences, f"target and speculator have {size} tokens", target=known, speculator=size)
 
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def _ask(
     if temperature > 0:  # greedy requests keep the server's defaults, so that its penalties show in the text
         controls = served.taken_controls(sent[0])
         refused = [name for name in CONTROLS if name not in controls]
-        note = f" (it rejects {' and '.join(refused)}, so its defaults may apply)" if refused else ""
+        note = f" (the server rejects {' and '.join(refused)}, so its defaults may apply)" if refused else ""
     before = find_counts(page(), served.served.model)
     requests = [
         CompletionRequest(prompt, replay.config.max_new_tokens, temperature, seed=seed, controls=controls)
@@ -315,7 +315,7 @@ def _explained(replay: Replay, draft: Draft, counted: ServerCounts, finding: Fin
         return finding
     nearest = [name for name in same if same[name] == min(same.values())]
     others = sorted(same.keys() - set(nearest), key=lambda name: (same[name], name))
-    told = f"{finding.found}; the loop reproduces it with {' or '.join(nearest)}"
+    told = f"{finding.found}; our loop reproduces these counts with {' or '.join(nearest)}"
     told += f", less closely with {' or '.join(others)}" if others else ""
     return replace(finding, found=told, remedy=remedy_of(nearest, _MISREAD.format(" or ".join(nearest))))
 

@@ -222,18 +222,18 @@ def misread(check: str, target: CausalLM, weights: Weights, texts: Sequence[Sequ
         return None
     labels, tokens = guesses(weights, target, texts)
     hits, most_frequent, shares = labels == tokens, labels == labels.bincount().argmax(), dict[str, float]()
-    told = f"its top-1 is right for {hits.float().mean():.1%} of {len(labels):,} tokens of the target's texts"
+    told = f"the likeliest token is right in {hits.float().mean():.1%} of {len(labels):,} places of the target's texts"
     for name, other in () if isinstance(weights, MedusaHeads) else other_readings(weights, target):
         theirs = labels == guesses(other, target, texts)[1]
         if _fits_better(theirs, hits) and theirs.sum() > most_frequent.sum():
             shares[name] = float(theirs.float().mean())
     if shares:
         best = max(shares, key=lambda name: shares[name])
-        remedy = f"it was trained with {best}: write that in its config.json, or train it as its config says"
-        return problem(check, f"{told}, but {shares[best]:.1%} with {best}", remedy_of([best], remedy))
+        remedy = f"the draft was trained with {best}: correct its config.json, or train the draft as its config says"
+        return problem(check, f"{told}, but in {shares[best]:.1%} with {best}", remedy_of([best], remedy))
     if _fits_better(most_frequent, hits):
-        remedy = "pass the target that it was trained on, or train it on this one"
-        told += ", worse than the most frequent token: it fits another target, or its tokens have another order"
+        remedy = "pass the target of the training, or train on this target"
+        told += ", fewer than the most frequent token: the weights are for another target or another order of tokens"
         return problem(check, told, remedy)
     return None
 

@@ -62,7 +62,7 @@ def say_coverage(
         written = [np.isin(example.predicted(), tokens.cpu().numpy()) for example in examples]
         count = sum(map(len, written))
         share = sum(int(marks.sum()) for marks in written) / count if count else 1.0
-        process.say(f"{drafter} can write {len(tokens):,} tokens: {share:.1%} of trained tokens")
+        process.say(f"{drafter} can write {len(tokens):,} tokens, which are {share:.1%} of the trained tokens")
 
 
 # --- least squares ----------------------------------------------------------------------------------------------------
