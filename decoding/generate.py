@@ -63,7 +63,7 @@ class DecodingConfig:
 
     @property
     def label(self) -> str:
-        """ "lossless" if the rule preserves the target's distribution, else "lossy"."""
+        """ "lossless" if the rule preserves the target's distribution, and otherwise "lossy"."""
         return "lossless" if self.rule is None else self.rule.label
 
 

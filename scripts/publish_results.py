@@ -84,7 +84,7 @@ def short_table(report: Report) -> str:
 
 
 def tasks_table(report: Report) -> str:
-    """Return per setting a table of methods by tasks: speed-up over plain decoding, and tokens per target pass."""
+    """Return a table of methods by tasks for each setting: speed-up over plain decoding, and tokens per target pass."""
     rows = [{**row, "task": "all"} for row in report["rows"]] + report["tasks"]
     rows = [row for row in rows if row["method"] != "plain" and _gain(row) != NONE]
     tasks = sorted(dict.fromkeys(row["task"] for row in rows), key=lambda task: task == "all")
@@ -183,7 +183,7 @@ def _evidence(finding: Report) -> str:
 EVENING = {
     "card": "{card}, {memory} GB",
     "method": "{method}",
-    "serve for the answers, at a time": "{serve}, {texts}",
+    "weights of the server, texts at a time": "{serve}, {texts}",
     "rows": "{rows:,}",
     "hours: answers, target's states, training": "{write_h:.1f}, {read_h:.1f}, {train_h:.2f}",
     "hours together": "**{hours:.1f}**",
@@ -281,7 +281,7 @@ def _by_prompt_set(report: Report, cell: Callable[[Report], str], needed: str) -
 
 @styled
 def crossover_figure(measured: Report) -> Picture:
-    """Draw the speed-up over the batch size, with a panel per setting and context, for the docs."""
+    """Draw the speed-up against the batch size, with a panel per setting and context, for the docs."""
     report = report_from_json(measured)
     contexts = list(dict.fromkeys(row.context for row in report.cells))
     cases = [(setting, context) for setting in settings(report) for context in contexts]
@@ -298,7 +298,7 @@ def crossover_figure(measured: Report) -> Picture:
 
 @styled
 def policies_figure(report: Report) -> Picture:
-    """Draw the default policy and always drafting over plain decoding by batch size, a panel per temperature."""
+    """Draw the speed of the default policy and of constant drafting, with a panel per temperature."""
     figure = Picture(figsize=(7.0, 3.8), layout="constrained")
     temperatures = sorted({row["temperature"] for row in report["rows"]})
     panels = figure.subplots(1, len(temperatures), sharey=True)

@@ -189,7 +189,7 @@ class Eagle3State:
         return self.draft.logits(self._states[: len(texts), 0])
 
     def _append(self, first: int, texts: Sequence[Sequence[int]], states: Sequence[Tensor]) -> None:
-        """Add slots of the target's states at the next tokens of the rows from ``first`` on."""
+        """Add the slots of the next tokens, made from the target's states, to the rows from ``first`` on."""
         counts, device = list(map(len, states)), self.draft.device
         if not (width := max(counts)):
             return

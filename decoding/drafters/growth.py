@@ -70,7 +70,7 @@ class StaticTree:
 
     @staticmethod
     def chain(length: int) -> "StaticTree":
-        """Make a chain of ``length`` best tokens."""
+        """Make a chain of ``length`` tokens, each of which is the best one."""
         return StaticTree([(0,) * depth for depth in range(1, length + 1)])
 
     def cut(self, request: DraftRequest) -> Cut:
@@ -134,7 +134,7 @@ class ConditionalLogits:
 
 
 class _Level(NamedTuple):
-    """Nodes of one depth with children, in all trees of a batch; node numbers continue from tree to tree."""
+    """Nodes with children at one depth, in all trees of a batch; node numbers continue from tree to tree."""
 
     rows: Int[Tensor, " parents"]
     parents: Int[Tensor, " parents"]

@@ -77,10 +77,10 @@ _PREFIX = "lookup_"
 
 
 def _hybrid(first: Entry | None = None) -> Entry:
-    """Make the entry of ``first`` combined with a lookup; with None the entry for the registry, in which ``of`` is not
-    known yet.
+    """Make the entry of ``first`` combined with a lookup.
 
-    The lookup's options begin with `_PREFIX`.
+    If ``first`` is None, make the registry's entry, in which ``of`` is not known yet. The lookup's options begin with
+    `_PREFIX`.
     """
     joined, of_lookup = options_of(HybridDrafter, skipped=2), options_of(PromptLookupDrafter)
 

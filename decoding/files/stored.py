@@ -254,8 +254,8 @@ def _count_non_finite(tensor: Tensor) -> int:
 def without_d2t(
     header: Mapping[str, StoredTensor], outputs: int | None, folder: Path, remedy: str
 ) -> dict[str, StoredTensor]:
-    """Return a header without ``d2t``; raise UserError unless d2t has ``outputs`` whole numbers, or is missing if that
-    is None.
+    """Return a header without ``d2t``; raise UserError unless d2t has ``outputs`` whole numbers, or is missing if
+    ``outputs`` is None.
     """
     rest = dict(header)
     stored, wanted = rest.pop("d2t", None), None if outputs is None else StoredTensor("I64", (outputs,))

@@ -102,7 +102,8 @@ def conclusion(ratio: Estimate, faster: str = "faster", prompts: int | None = No
     """Judge the ratio B/A by its 95% interval, in words about B. ``faster`` is the word for a ratio above 1.
 
     ``real``: the interval excludes 1. ``none``: the interval contains 1 and stays within 5% of it. ``open``: any other
-    interval, or fewer than eight observations. ``prompts``: the number of prompts, if observations are not prompts.
+    interval, or fewer than eight observations. ``prompts``: the number of prompts, if an observation is a wave of
+    prompts and not a single prompt.
     """
     if not all(math.isfinite(value) and value > 0 for value in ratio[:3]):
         return RatioConclusion("unmeasured", "not measured")

@@ -83,7 +83,7 @@ class Method:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Options of an evaluation. ``temperatures`` apply to the settings sampling and typical acceptance."""
+    """Options of an evaluation. ``temperatures`` apply to the settings ``sampling`` and ``typical``."""
 
     max_new_tokens: int = 96
     rounds: int = 1
@@ -143,7 +143,7 @@ def our_method(
 ) -> Method:
     """Make the method that runs a drafter (None: plain decoding) in this project's loop.
 
-    A policy that learns keeps what it learned from text to text, as in `HeadstartModel`.
+    A policy that learns is kept for the next text, as in `HeadstartModel`.
     """
     engine = Engine(target, drafter, named_policy(policy))
 

@@ -30,7 +30,7 @@ _WHOLE_LOAD = 0.9
 class Timing(NamedTuple):
     """Times of a streamed answer in seconds: the request, the last event, and each event that contains text.
 
-    ``tokens`` is None if the server does not count tokens. ``fingerprint`` is that of the text.
+    ``tokens`` is None if the server does not count tokens. ``fingerprint`` is the fingerprint of the text.
     """
 
     begin: float

@@ -48,8 +48,8 @@ class Eagle3Config:
     ``norm_before_residual``: the residual stream starts from the normed state. ``norm_before_fc``: one norm over all
     taps. ``fc_norm``: one norm per tap. ``norm_output``: the next step reads the state after the final norm.
 
-    ``sliding_window``: a slot attends to this many slots, including itself; None means to all slots before it.
-    ``qk_norm``: the queries and keys of each head are normed, as in Qwen 3.
+    ``sliding_window``: a slot attends to this many slots, including itself; None means that the slot attends to all
+    slots before it. ``qk_norm``: the queries and keys of each head are normed, as in Qwen 3.
     """
 
     hidden_act: ClassVar[str] = "silu"
@@ -159,7 +159,7 @@ class Eagle3Config:
         }
 
     def named_layers(self) -> dict[str, Any]:
-        """Return the keys of ``config.json`` that name the layers, also default ones."""
+        """Return the keys of ``config.json`` that name the layers, even if these are the default ones."""
         layers = self.target_layer_ids
         return {"eagle_aux_hidden_state_layer_ids": [at + 1 for at in layers], "num_aux_hidden_states": len(layers)}
 

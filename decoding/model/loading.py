@@ -109,8 +109,9 @@ def load_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Return the transformers class that builds a config's causal LM; for models of images and text, the class of the
-    whole model.
+    """Return the transformers class that builds a config's causal LM.
+
+    For models of images and text this is the class of the whole model.
     """
     sides = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if sides else AutoModelForCausalLM

@@ -149,7 +149,7 @@ def asked_or_planned(
 ) -> Sequence[str]:
     """Return the specs of the ``given`` drafters, or of the plan in ``path``; for plain decoding there are none.
 
-    ``temperatures`` and ``batch_sizes`` are those of the texts that will be decoded. Prints to ``notes`` why the plan
+    ``temperatures`` and ``batch_sizes`` describe the texts that will be decoded. Prints to ``notes`` why the plan
     may fit badly. Raises UserError if both drafters and a plan are set, or if the plan has another target, drafter or
     dtype.
     """

@@ -196,8 +196,8 @@ class ChatTemplate:
 
     A template with ``{% generation %}`` marks says which tokens are the assistant's. Without marks, the prompt for an
     answer is compared with the conversation that includes the answer; the difference is the answer. Some templates
-    write earlier turns differently once later turns follow (Qwen3 omits their thinking). With such a template each
-    answer has a separate sequence: the text that the target saw when it wrote the answer.
+    write a turn differently when later turns follow (Qwen3 omits its thinking). With such a template each answer has a
+    separate sequence: the text that the target saw when it wrote the answer.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class ChatTemplate:
         return encoded
 
     def _by_marks(self, messages: Messages, where: str) -> list[Marked]:
-        """Return one sequence, or one per answer if the template writes answers differently once others follow."""
+        """Return one sequence, or one per answer if the template writes an answer differently when others follow."""
         whole = self._marked(messages, where)
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if len(answers) == 1:

@@ -193,7 +193,7 @@ class OpenConversation:
         return turn
 
     def goes_on(self, answers: Sequence[Message], spelled: bool = False) -> bool:
-        """Return True if a turn is left, and the last answer made the calls whose recorded results begin this turn.
+        """Return True if a turn is left, and its recorded tool results belong to calls that the last answer made.
 
         With ``spelled`` the calls are part of the text of an answer, so the text must contain the names of the
         functions.
@@ -219,7 +219,7 @@ def answer_message(content: str, **unspoken: Any) -> Message:
 
 
 def is_empty(answer: Message) -> bool:
-    """Return True for an answer without text, reasoning and tool calls."""
+    """Return True for an answer that has no text, no reasoning and no tool calls."""
     return not answer["content"].strip() and not UNSPOKEN & answer.keys()
 
 

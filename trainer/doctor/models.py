@@ -53,7 +53,7 @@ _TRAINED_ON_IT = "use weights that were trained on this target"
 
 
 class Skeleton(NamedTuple):
-    """A model without weights (on the meta device, in the dtype it will be loaded in), and its tokenizer."""
+    """A model without weights (on the meta device, in the dtype of later loading), and its tokenizer."""
 
     name: str
     folder: Path
@@ -77,7 +77,10 @@ def attempt(check: str, work: Callable[[], Finding], remedy: str) -> Finding:
 
 
 def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Finding], Skeleton | None]:
-    """Read a model without its weights; return None after a problem. Raises UserError if the name does not exist."""
+    """Read a model without its weights; return None if there is a problem.
+
+    Raises UserError if the name does not exist.
+    """
     folder = local_folder(name, weights=False)
     built: list[Skeleton] = []
 

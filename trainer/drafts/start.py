@@ -123,8 +123,8 @@ def draft_from_target(
 ) -> PreTrainedModel:
     """Make a model of some of the target's layers, in the target's dtype on the CPU.
 
-    ``layers`` lists them in order, negative numbers counting from the end; or is their number, evenly spaced from the
-    first to the last (1: the first).
+    ``layers`` is either a list of layers in order, in which negative numbers count from the end, or a number of layers,
+    which are evenly spaced from the first to the last (1 means the first).
     """
     if getattr(target, "hf_quantizer", None) is not None:
         raise UserError(
@@ -205,7 +205,7 @@ def draft_from_config(
     """Make a model of the target's architecture with random weights (torch's global seed), in fp32 on the CPU.
 
     ``changes`` are the config keys that differ from the target's. If the number of layers changes, lists with an entry
-    per layer take evenly spaced entries of the target's.
+    per layer take evenly spaced entries of the target's lists.
     """
     base = target.config.get_text_config(decoder=True)
     known = {*(base.to_dict().keys() - PreTrainedConfig().to_dict().keys()), *base.attribute_map, "tie_word_embeddings"}

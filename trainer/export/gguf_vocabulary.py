@@ -163,8 +163,8 @@ def _merges(stored: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _sentencepiece(stored: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the keys of a BPE with byte fallback, for the sentencepiece code of llama.cpp, and remarks.
 
-    That code merges any two neighbours that together spell a token, those with the highest score first. So every such
-    pair must be among the tokenizer's merges, and all pairs that spell the same token must be consecutive.
+    llama.cpp's code merges any two neighbours that together spell a token, and begins with the highest score. So every
+    such pair must be among the tokenizer's merges, and all pairs that spell the same token must be consecutive.
     """
     prefix, remarks = _space_prefix(stored)
     scores: dict[str, float] = {}

@@ -1,8 +1,8 @@
 """Checks that exported files equal the trained weights: compares every bit, and decodes prompts with both.
 
 Each format has a function that returns pairs of `Readers`: one loads the trained weights, and the other loads the
-exported files alone. The two drafters draft the same chain or tree; only one of them is in memory at a time. For
-formats that round weights only the texts must match, and the tokens per target pass of both drafters are reported. The
+exported files alone. The two drafters draft the same chain or tree; only one of them is in memory at a time. If a
+format rounds weights, only the texts must match, and the tokens per target pass of both drafters are reported. The
 target runs in fp32. In fp32 a text does not depend on the number of tokens per pass, and bit-equal weights draft equal
 tokens.
 """
@@ -43,9 +43,9 @@ Readers = list[tuple[Callable[[], Drafter], Callable[[], Drafter]]]
 PROMPTS = 20
 """Number of prompts to decode with the trained weights and with the exported files."""
 _NEW_TOKENS = 64
-"""New tokens after each prompt from the user's file; after held-out prompts, as many as in the run's evaluations."""
+"""New tokens after each prompt of the user's file. Held-out prompts get as many as in the run's evaluations."""
 _ROWS_PER_PROMPT = 16
-"""Rows of held-out data to read for each prompt wanted; some rows are too long or contain no prompt."""
+"""Number of rows of held-out data to read for each prompt, because some rows are too long or contain no prompt."""
 _POSITIONS = 32
 """Number of positions in the first text at which the heads' logits are compared."""
 
@@ -154,10 +154,10 @@ def check_drafts(
 ) -> tuple[str, ...]:
     """Decode prompts with the trained weights and with the exported files; return a sentence on each comparison.
 
-    ``target`` and ``prompts`` are those that the user passed; None means those of the training run. ``rounded`` means
-    that the format rounds weights. Raises UserError, which names the prompt and the token, if the texts differ from one
-    another or from the text that the target writes alone. If the target or the prompts are not on this machine, the
-    sentence says so.
+    ``target`` and ``prompts`` are those that the user passed; None means the target or the prompts of the training run.
+    ``rounded`` means that the format rounds weights. Raises UserError, which names the prompt and the token, if the
+    texts differ from one another or from the text that the target writes alone. If the target or the prompts are not on
+    this machine, the sentence says so.
     """
     try:
         model, tokenizer = _read_target(target or task.target, target is not None, task.trust_remote_code)

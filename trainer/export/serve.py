@@ -276,7 +276,7 @@ def _one_depth(serving: Serving, option: str) -> Iterator[str]:
 
 
 def _argmax(unless: str) -> str:
-    """Return a warning about a server's drafts above temperature 0."""
+    """Return a warning about how a server drafts above temperature 0."""
     return f"above temperature 0 the server drafts by argmax, so fewer tokens are accepted than if it drew them{unless}"
 
 

@@ -13,7 +13,7 @@ from decoding.model.eagle3_config import Eagle3Config, usual_layers
 from trainer.files.transformers4 import rope_keys
 
 _TAKES_OVER = ("eagle-", "eagle3", "dflash", "dspark")
-"""Parts of a path by which vLLM chooses the method of speculation; it ignores case, and it ignores the config."""
+"""Parts of a path by which vLLM chooses the method of speculation, whatever their case and whatever the config says."""
 MOST_OTHER_TOKENS = 128
 """The largest difference between vocabulary sizes that llama.cpp accepts."""
 _VERSION_4 = {"rope_theta": 10000.0, "rotary_emb_base": 10000.0, "partial_rotary_factor": 1.0, "rotary_pct": 0.25}
@@ -135,7 +135,7 @@ def lost_of_eagle3(config: Eagle3Config, stored: Mapping[str, Any], depth: int |
     fewer = "so fewer tokens are accepted"
     vllm, sglang, llama = list[str](), list[str](), list[str]()
     other_count = [] if config.taps == 3 else [f"does not run a draft that reads {config.taps} layers"]
-    layer = stored.get("transformer_layer_config") or stored  # all that vLLM reads of a nested file, but for flags
+    layer = stored.get("transformer_layer_config") or stored  # vLLM reads nothing else of a nested file, except flags
     vllm += other_count if layer.get("num_aux_hidden_states") is None and not config.qk_norm else []
     if "speculators_model_type" in stored:
         sglang.append("does not read a nested config.json")

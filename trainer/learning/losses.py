@@ -303,7 +303,7 @@ class SampledTailTeacher(NamedTuple):
     with Σ p' = 1. ``acceptance``, which is a function of such a sum, converges as P falls or n grows. If the draft can
     write only some tokens, the value of ``forward_kl`` also converges, but its gradient does not. Sparse Logit Sampling
     (2503.16870) explains the bias of top-k alone. The ``known`` logits, the sampled ones last, are already divided by
-    ``temperature``, which must equal the loss's.
+    ``temperature``, which must equal the temperature of the loss.
     """
 
     known: KnownLogits

@@ -35,7 +35,7 @@ CRITERION = "tokens_per_pass"
 class Evaluator:
     """The real decoding loop, which decodes the same prompts with the same seeds in the same batches every time.
 
-    Batches are dealt over the accelerator's processes (None: one process). All processes must call each method
+    Batches are distributed over the accelerator's processes (None: one process). All processes must call each method
     together, and all get the same result. The result does not depend on the number of processes: each prompt keeps its
     seed and its batch, because in bf16 the other texts in a batch can decide near-ties.
     """

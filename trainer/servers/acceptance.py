@@ -12,7 +12,7 @@ from trainer.servers.counters import Counts
 ACCEPTANCE = "acceptance by position"
 SAMPLING = "argmax or sampled drafts"
 _Z = 3.29
-"""A difference of more standard errors than this is significant. A healthy server has it at 1 of 1,000 positions."""
+"""A difference of more standard errors than this is significant: 1 in 1,000 positions of a correct server has it."""
 _SHORT = 0.9
 """A server that drafts less than this share of full drafts shortens its drafts."""
 _MORE = "pass more prompts (--limit)"

@@ -82,8 +82,8 @@ def _of(check: str, differences: Sequence[Difference], otherwise: str, **figures
 def compare_settings(target: CausalLM, target_folder: Path, served: Path, trained: Path, longest: int) -> Finding:
     """Compare rope, windows and positions in the configs of target and draft; heads lack these settings.
 
-    ``target_folder`` contains the target, ``served`` is the folder that the server reads, ``trained`` the folder that
-    is decoded with here. ``longest`` is the longest text of the replay, in tokens.
+    ``target_folder`` contains the target, ``served`` is the folder that the server reads, and ``trained`` is the folder
+    with which we decode here. ``longest`` is the longest text of the replay, in tokens.
     """
     kind, read = kind_of(served), ["the target's"]
     differences: list[Difference] = [*misread_keys(read[0], read_object(target_folder / "config.json", _REMEDY))]
@@ -112,7 +112,8 @@ def _other_target(target_folder: Path, trained: Path) -> list[Difference]:
 def _other_settings(target: CausalLM, served: Path, trained: Path) -> list[Difference]:
     """Return the settings that differ between served and trained config, as their loaders read them.
 
-    Trees of DSpark drafts are ignored because servers draft chains, and the target's depth because no server reads it.
+    Trees of DSpark drafts are ignored, because servers draft chains. The target's depth is ignored, because no server
+    reads it.
     """
     theirs, ours = dict[str, Any](), dict[str, Any]()
     try:
@@ -140,7 +141,7 @@ def _other_settings(target: CausalLM, served: Path, trained: Path) -> list[Diffe
 def compare_vocabularies(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, served: Path, trusted: bool = False
 ) -> Finding:
-    """Compare vocabulary size, tokenizer and trimmed lm_head of the served heads or draft with the target."""
+    """Compare the vocabulary size, tokenizer and trimmed lm_head of the served heads or draft with the target."""
     stored, known = _config_of(served), target.vocab_size
     size = stored.get("vocab_size")
     differences: list[Difference] = []
@@ -321,7 +322,10 @@ def _explained(replay: Replay, draft: Draft, counted: ServerCounts, finding: Fin
 
 
 def _loop_acceptance(replay: Replay, counted: ServerCounts, sampled: bool) -> LoopAcceptance:
-    """Decode the prompts in the real loop. The chain is as long as the server's, else as the spec says."""
+    """Decode the prompts in the real loop.
+
+    The chain is as long as the server's chain or, if that is unknown, as the spec says.
+    """
     counts = counted.counts
     per_draft = round(counts.drafted / counts.drafts) if counts.drafts and counts.drafted else None
     tokens = replay.speculator.chain_length(counts.tokens or replay.speculator.named.tokens or per_draft)

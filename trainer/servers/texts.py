@@ -241,7 +241,7 @@ class Scorer(NamedTuple):
 
 
 def rounding_or_rule(scorer: Scorer, texts: Sequence[EngineText], width: int, ends: Sequence[int]) -> Finding:
-    """Score greedy texts one token and ``width`` tokens at a time, and judge where they depart from the first.
+    """Score greedy texts in passes over one token and over ``width`` tokens, and judge the differences.
 
     A difference is a token that is not the best of its place in passes over one token. Rounding explains it if two
     conditions are met. Its gap to the best token is at most the largest change of a gap between two tokens that the

@@ -33,9 +33,9 @@ class StoredTarget:
     """A target without its model in memory."""
 
     name: str
-    """Hub id or folder to load it from."""
+    """Hub id or folder from which the target is loaded."""
     dtype: torch.dtype
-    """The dtype to load it in."""
+    """The dtype in which the target is loaded."""
     fingerprint: str
     """`decoding.files.fingerprint.stored_fingerprint` of its weights."""
     tokenizer: PreTrainedTokenizerBase
