@@ -266,7 +266,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "another nested style": (
         with_config(transformer_layer_config={"model_type": "gemma3"}, norm_before_residual=False),
-        "its layer is a layer of gemma3, not of Llama or Qwen 3",
+        "it has a layer of gemma3, not of Llama or Qwen 3",
     ),
     "a window without a size": (with_config(layer_types=["sliding_attention"]), "'sliding_window' is missing"),
     "a window of none": (

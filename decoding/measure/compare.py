@@ -68,7 +68,7 @@ class RatioConclusion:
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """The ratios B/A of a method of B and a method of A in one setting and cell, over ``pairs`` of texts.
+    """A method of B compared with a method of A, in one setting and cell: ratios B/A over ``pairs`` of texts.
 
     ``dropped``: later turns that are left out because their prompts differ. ``speed`` is None if times cannot be
     compared.
@@ -149,7 +149,7 @@ def compare(
             if row and row.speed_conclusion and row.speed_conclusion.kind == "real":
                 context = f", context {cell.context}" if cell.context else ""
                 warnings.append(
-                    "plain decoding was not equally fast in both, although methods do not affect it: "
+                    "plain decoding was not equally fast in A and B, although it does not depend on the method: "
                     f"{row.speed_conclusion.text.removeprefix('real: ')} "
                     f"({setting}, {load} {cell.batch_size}{context})"
                 )

@@ -165,7 +165,7 @@ def _answer(report: Report, setting: str) -> str:
             loads = " and ".join(f"{cell.batch_size:,}" for cell in faster)
             crossover += f"; faster at concurrency {loads}" if faster else ""
             return one_line(f"The server is not faster than plain decoding: {said}{crossover}.")
-        return one_line(f"Nothing is faster than plain decoding: at best {best.method}, {said}.")
+        return one_line(f"Nothing is faster than plain decoding; the best method is {best.method}, {said}.")
     if figure.low is not None and figure.low <= 1:
         said += "; its interval contains 1×, so these prompts do not show a gain"
     said += crossover

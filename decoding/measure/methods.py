@@ -362,7 +362,7 @@ def _generation_config(config: DecodingConfig) -> GenerationConfig:
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
-            "min_p": sampling.min_p or None,  # `generate` refuses 0; None disables it
+            "min_p": sampling.min_p or None,  # `generate` rejects 0, and None switches min-p off
             "typical_p": sampling.typical_p,
         }
     return GenerationConfig(

@@ -226,7 +226,7 @@ def _config_of(stored: Mapping[str, Any]) -> Eagle3Config:
     uses, types = flat.get("use_sliding_window"), list(flat.get("layer_types") or ())
     slides = types == [SLIDING]
     refused = {
-        f"its layer is a layer of {style}, not of Llama or Qwen 3": style not in _STYLES,
+        f"it has a layer of {style}, not of Llama or Qwen 3": style not in _STYLES,
         f"use_sliding_window is {uses}, but layer_types is {types}": (uses and not types) or (uses is False and slides),
         f"layer_types is {types}": types not in ([], ["full_attention"], [SLIDING]),
         f"its rotary embeddings are {rope['rope_type']}": rope["rope_type"] not in _ROTARY,

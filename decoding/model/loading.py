@@ -86,7 +86,7 @@ def load_model(
     model: PreTrainedModel = read[0]
     if missing := sorted(read[1]["missing_keys"]):
         raise UserError(
-            f"the weights of {name} lack {missing[0]}, one of {len(missing)} missing: use a complete folder"
+            f"the weights of {name} lack {missing[0]} (missing tensors: {len(missing)}): use a complete folder"
         )
     if not spread and placed is None:
         model.to(chosen or default_device())  # type: ignore[arg-type]  # transformers' stubs

@@ -334,7 +334,7 @@ def test_a_server_that_cannot_be_measured_is_one_sentence(tmp_path: Path, script
     ("change", "complaint"),
     [
         ({"drafter": ["lookup"]}, "--drafter does nothing with --endpoint: omit it"),
-        ({"concurrency": (1, 16)}, "--concurrency 16 needs at least as many prompts, but there are 10: raise"),
+        ({"concurrency": (1, 16)}, "--concurrency 16 needs that many prompts, but there are 10: raise"),
         ({"settings": ("typical",)}, "--settings typical does not work with"),
         ({"baseline_endpoint": "http://127.0.0.1:9/v1"}, "--baseline-endpoint is the same as --endpoint"),
         ({"model": None}, "pass it as --model"),

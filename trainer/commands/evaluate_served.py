@@ -63,7 +63,7 @@ def run_evaluate_served(
     questions = chosen_questions(every, options, Process(0, 1, watched))
     if len(questions) < max(options.concurrency):
         raise UserError(
-            f"--concurrency {max(options.concurrency)} needs at least as many prompts, but there are {len(questions)}",
+            f"--concurrency {max(options.concurrency)} needs that many prompts, but there are {len(questions)}",
             "raise --limit, or lower --concurrency",
         )
     addresses = {SERVED: options.endpoint, PLAIN: options.baseline_endpoint}

@@ -367,7 +367,7 @@ class ChatTemplate:
             return
         amount, wrong = ("all", "the prompt would be trained too") if any(trained) else ("none", "nothing is trained")
         raise UserError(
-            f"{where}: the chat template marks {amount} of {len(trained)} tokens as the assistant's, so {wrong}: "
+            f"{where}: the chat template marks {amount} of {len(trained)} tokens as the assistant's text, so {wrong}: "
             f"{shorten(self._template, 160, placeholder=' ...')}",
             ADVICE,
         )

@@ -95,7 +95,7 @@ def _started(
             )
         check_same_tokenizer(tokenizer, load_tokenizer(init.from_model, trust_remote_code))
         model = load_model(init.from_model, torch.float32, target.device, trust_remote_code)
-        remedy = "use an earlier checkpoint of it, or another draft"
+        remedy = "use an earlier checkpoint of that model, or another draft"
         check_finite(dict(model.named_parameters()), f"draft.init.from_model, {init.from_model},", remedy)
         return model
     if init.from_config is not None:
@@ -246,7 +246,9 @@ def _heads_that_follow(base: PreTrainedConfig, changes: Mapping[str, Any]) -> di
 
 
 def check_reads(draft: CausalLM, target: CausalLM, key: str, examples: Sequence[Example], longest: int) -> None:
-    """Reject a draft, given by the recipe's ``key``, that cannot read the data's tokens or ``longest`` of them."""
+    """Reject a draft that cannot read the data's tokens, or texts of ``longest`` tokens; ``key`` names it in the
+    recipe.
+    """
     if draft.max_positions is not None and draft.max_positions < longest:
         raise UserError(
             f"the draft from {key} reads at most {draft.max_positions} tokens, but texts here have up to {longest}: "

@@ -225,7 +225,7 @@ def write_state_draft(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     draft.save_pretrained(task.folder)
     content, config = read_object(path, _AGAIN), draft.config
     if isinstance(config, Eagle3Config) and config.target_layer_ids:
-        content |= config.named_layers()  # named even if they are the defaults, which depend on the depth of the target
+        content |= config.named_layers()  # even default layers are named: defaults depend on the target's depth
     artefact = describe_state_draft(draft, task.format, content["dtype"])
     if nests:
         content = nested(content, artefact.method, artefact.at_once or chain_length(task.source), task.target)

@@ -170,7 +170,10 @@ def check_drafts(
 
 
 class _Reading(NamedTuple):
-    """The texts of one drafter with their counts, and for heads also their logits at some positions."""
+    """The texts of one drafter with their counts.
+
+    If the drafter has heads, also the logits of the heads at some positions.
+    """
 
     label: str
     decoded: list[Generation]

@@ -29,7 +29,10 @@ class LabelGroups(NamedTuple):
     """The rows of hidden states by label: each label is predicted by a group of one or more consecutive rows."""
 
     ends: Int[np.ndarray, " groups"]
-    """The number of rows up to and including each group; on the host, because chunk sizes must not wait for a GPU."""
+    """The number of rows up to and including each group.
+
+    It is on the host, because chunk sizes must not wait for a GPU.
+    """
     of_rows: Int[Tensor, " rows"]
     """The group of each row, in increasing order."""
 

