@@ -50,7 +50,7 @@ class DSparkDrafter(GrownDrafter):
             )
         if shape.ranks > config.outputs:
             raise UserError(
-                f"the tree has {shape.ranks} ranks, but the draft writes {config.outputs} tokens: use fewer"
+                f"the tree has {shape.ranks} ranks, but the draft writes {config.outputs} tokens: use fewer ranks"
             )
         if config.markov_head_type == "rnn" and not shape.is_chain:
             raise UserError(

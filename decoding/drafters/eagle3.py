@@ -49,7 +49,7 @@ class Eagle3Drafter(GrownDrafter):
             raise UserError(f"tokens is {tokens}: use at least 1")
         shape = StaticTree.chain(tokens or 4) if tree is None else StaticTree(tree)
         if shape.ranks > (outputs := draft.config.draft_vocab_size):
-            raise UserError(f"the tree has {shape.ranks} ranks, but the draft writes {outputs} tokens: use fewer")
+            raise UserError(f"the tree has {shape.ranks} ranks, but the draft writes {outputs} tokens: use fewer ranks")
         self.draft = draft
         self._grow(shape, sampled, None if tree is None else "tree")
         self.taps = draft.config.target_layer_ids

@@ -186,7 +186,7 @@ def caption(report: Report) -> str:
     if first.context:
         prompts += f" of {first.context:,} tokens"
     if left_out := report.prompts_left_out + report.later_turns_left_out:
-        prompts += f" ({left_out} too long, left out)"
+        prompts += f" ({left_out} were left out because they are too long)"
     where = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads"
     others = [processor for processor in report.processors if processor != machine["processor"]]
     if others:  # a killed evaluation was resumed elsewhere

@@ -48,7 +48,7 @@ class Run(NamedTuple):
 
 
 Decode = Callable[[Sequence[Sequence[int]], Sequence[int], int], list[Run]]
-"""Function (prompts, seeds, batch size) -> Runs in the prompts' order."""
+"""Function from (prompts, seeds, batch size) to a `Run` for each prompt, in the order of the prompts."""
 
 
 @dataclass(frozen=True)

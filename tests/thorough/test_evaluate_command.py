@@ -126,7 +126,7 @@ def test_runs_and_report_name_no_local_path(desk: Path, tmp_path: Path) -> None:
 def test_questions_that_do_not_fit_are_left_out_and_counted(desk: Path, tmp_path: Path) -> None:
     (desk / "long.jsonl").write_text(json.dumps({"prompt": "a" * 400}) + "\n" + json.dumps({"prompt": "b"}) + "\n")
     code, said = evaluate(desk, tmp_path, prompts="long.jsonl")
-    assert code == 0 and "1 prompts (1 too long, left out)" in said
+    assert code == 0 and "1 prompts (1 were left out because they are too long)" in said
     assert json.loads((tmp_path / "report.json").read_text())["prompts_left_out"] == 1
     code, said = evaluate(desk, tmp_path / "none", "--limit", "1", prompts="long.jsonl")
     assert code == 2 and "every prompt plus 4 new tokens exceeds the 256 tokens that target and drafters " in said

@@ -122,7 +122,7 @@ class MedusaTraining(nn.Module):
             tokens=self.heads.output_tokens,
         )
         if own is None:
-            assert inputs.lm_head is not None, "heads without an lm_head need the target's"
+            assert inputs.lm_head is not None, "heads without an lm_head need the lm_head of the target"
             loss: FusedLoss = read(features, inputs.lm_head)
         else:
             loss = own(features, read=read)
