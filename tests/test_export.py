@@ -189,7 +189,7 @@ def test_every_format_refuses_what_it_cannot_hold(heads_folder: Path, draft_fold
             export(source, tmp_path / "out", format)
     with pytest.raises(ValueError, match="format is 'onnx': use one of heads, dspark"):
         export(heads_folder, tmp_path / "out", "onnx")
-    with pytest.raises(ValueError, match="format 'heads' lacks the type 'f32': omit it"):
+    with pytest.raises(ValueError, match="format 'heads' lacks the type 'f32': omit --type"):
         export(heads_folder, tmp_path / "out", "heads", type="f32")
     with pytest.raises(ValueError, match="format 'gguf' lacks the type 'q4': use one of f32"):
         export(draft_folder, tmp_path / "out", "gguf", type="q4")
@@ -400,4 +400,4 @@ def test_a_format_that_rounds_tells_both_acceptances_and_its_texts_are_equal(
     monkeypatch.setattr(folder_formats, "describe_model", lambda *given: replace(describe(*given), rounded=True))
     sentence = export(target_as_draft, tmp_path / "out", "draft").compared[-1]
     assert "3/3 texts are equal, 3/3 as in plain decoding; trained: 4.33 tokens per target pass" in sentence
-    assert "; exported: " in sentence and "4.33" not in sentence.partition("exported")[2]
+    assert "; exported: " in sentence and "4.33" not in sentence.partition("exported: ")[2]
