@@ -262,7 +262,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "two layers": (with_config(num_hidden_layers=2), "num_hidden_layers is 2"),
     "another style": (
         with_config(architectures=["Eagle3DeepseekV2ForCausalLM"]),
-        "a layer of Eagle3DeepseekV2, not of Llama or Qwen 3",
+        "a layer of Eagle3DeepseekV2ForCausalLM, not of Llama or Qwen 3",
     ),
     "another nested style": (
         with_config(transformer_layer_config={"model_type": "gemma3"}, norm_before_residual=False),

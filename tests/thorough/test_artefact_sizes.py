@@ -116,7 +116,7 @@ def test_heads_that_are_not_finite_are_neither_read_nor_exported(
 def test_a_draft_that_is_not_finite_is_neither_read_nor_exported(tmp_path: Path) -> None:
     target = CausalLM(tiny_model(vocab=128))
     break_weights(written_draft(tmp_path / "run"), "model.norm.weight", float("nan"))
-    complaint = r"1 of 16 values in model\.norm\.weight: use an earlier checkpoint"
+    complaint = r"1 of 16 values in model\.norm\.weight\): use an earlier checkpoint"
     with pytest.raises(ValueError, match=complaint):
         load_draft(str(tmp_path / "run"), target, byte_tokenizer())
     with pytest.raises(ValueError, match=complaint):
