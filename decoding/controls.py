@@ -44,9 +44,9 @@ use_cache cache_implementation cache_config max_cache_len prefill_chunk_size com
 continuous_batching_config renormalize_logits transformers_version output_attentions output_hidden_states output_scores
 output_logits return_dict_in_generate
 """
-"""Options that are accepted: supported ones, and ones that change nothing here. The latter set the end of a text (see
-`DecodingConfig`), are read only by beam search or an assistant, or control how `generate` computes and what it
-returns."""
+"""Accepted options: some are supported, and the others change nothing here. The others set the end of a text (see
+`DecodingConfig`), are read only by beam search or an assistant, or control how `generate` computes and returns.
+"""
 _KNOWN = frozenset(_KNOWN_NAMES.split())
 
 

@@ -39,7 +39,7 @@ def parse_device(name: str | torch.device) -> torch.device:
 
 
 def fast_dtype() -> str:
-    """Return ``bf16`` if the default device supports it natively, else ``fp32``.
+    """Return ``bf16`` if the default device supports it natively, and otherwise ``fp32``.
 
     A processor without AVX512-BF16, AMX or Arm's BF16 was measured to be 50 times slower in bf16 than in fp32.
     """

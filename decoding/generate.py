@@ -57,13 +57,13 @@ class DecodingConfig:
             raise UserError(f"max_new_tokens is {self.max_new_tokens}: use at least 1")
         if self.rule is not None and self.sampling.greedy != (self.rule is GREEDY):
             wanted = "temperature 0" if self.rule is GREEDY else "a temperature above 0"
-            raise UserError(f"the {self.rule.name} rule needs {wanted}; it is {self.sampling.temperature:g}")
+            raise UserError(f"the {self.rule.name} rule needs {wanted}, but it is {self.sampling.temperature:g}")
         if "" in self.stop_strings:
             raise UserError("a stop string is empty: use at least one character")
 
     @property
     def label(self) -> str:
-        """ "lossless" if the rule preserves the target's distribution, else "lossy"."""
+        """ "lossless" if the rule preserves the target's distribution, and otherwise "lossy"."""
         return "lossless" if self.rule is None else self.rule.label
 
 

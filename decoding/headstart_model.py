@@ -81,8 +81,8 @@ class HeadstartModel:
 
         ``dtype`` (or ``torch_dtype``) and ``device`` apply to a target given by name; heads and drafts follow their
         target. ``dtype`` may be a name of the command line: fast (the default), bf16, fp16 or fp32; fast is bf16 if the
-        device supports it natively, else fp32. ``"auto"`` keeps the stored dtype. The default device is the first GPU
-        if there is one, or all GPUs for weights that do not fit on the first.
+        device supports it natively, and otherwise fp32. ``"auto"`` keeps the stored dtype. The default device is the
+        first GPU if there is one, or all GPUs for weights that do not fit on the first.
 
         ``static`` runs target and drafts in fixed shapes: ``"graphs"`` as CUDA graphs, ``"eager"`` without graphs;
         ``"off"`` keeps shapes dynamic. ``"auto"`` means graphs on a CUDA device if the target allows them, and

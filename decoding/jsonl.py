@@ -22,7 +22,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def read_parquet(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number from 1, row) of a Parquet file, `without_nulls`; raise UserError if the file is not readable."""
+    """Yield (number from 1, row `without_nulls`) of a Parquet file; raise UserError if the file is not readable."""
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 

@@ -72,10 +72,11 @@ def ratio_of_rates(texts: Sequence[tuple[float, float, float, float]]) -> Estima
 
 
 def share(texts: Sequence[tuple[int, int]]) -> Estimate:
-    """Estimate successes / trials over all texts; each text has a pair of these, and trials are the observations.
+    """Estimate successes / trials over all texts, from a pair (successes, trials) for each text; trials are the
+    observations.
 
-    Whole texts are resampled. If all trials had the same outcome, all resamples are equal; then the interval is
-    Wilson's (1927), with one trial for each text. With fewer than `FEWEST` texts the interval is NaN.
+    Whole texts are resampled. If all trials had the same outcome, all resamples are equal, and the interval of Wilson
+    (1927) is used, with one trial for each text. With fewer than `FEWEST` texts the interval is NaN.
     """
     counted = [text for text in texts if text[1]]
     value, low, high, few = ratio_of_sums(counted)
@@ -106,7 +107,9 @@ def resampled(tables: Sequence[Tensor], ratio: Callable[[Sequence[Tensor]], Tens
     ends = torch.tensor([-1.0, 1.0], dtype=torch.float64) * expanded_quantile(texts)
     finite = ratios[ratios.isfinite()]  # NaN if a resample contains only empty texts
     low, high = finite.quantile(torch.special.ndtr(ends)).tolist()
-    return Estimate(value, min(low, value), max(high, value), texts)  # rounding must not move the value outside
+    return Estimate(
+        value, min(low, value), max(high, value), texts
+    )  # rounding must not move the value out of the interval
 
 
 @lru_cache(maxsize=8)

@@ -127,7 +127,7 @@ class Prompts(NamedTuple):
         """Read the prompts from a tensor. Tokens hidden by the mask are dropped, as the model would ignore them."""
         check_tensor_of_ids(input_ids)
         if input_ids.dim() != 2 or 0 in input_ids.shape:
-            raise UserError(f"input_ids has shape {tuple(input_ids.shape)}: use (batch, length), at least one token")
+            raise UserError(f"input_ids has shape {tuple(input_ids.shape)}: use (batch, length of at least 1)")
         if mask is None:
             return Prompts(input_ids.tolist(), input_ids)
         if mask.shape != input_ids.shape:

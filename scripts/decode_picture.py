@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 PLAYED = 9.0
-"""Approximate seconds of the slower run in the picture; the exact time follows from a stretch by a whole number."""
+"""Approximate seconds of the slower run in the picture; the real time is stretched by a whole number."""
 LEAD, HOLD = 0.8, 4.5
 """Seconds before the first token, and seconds after the last token."""
 CHARACTER, LINE = 8.4, 20.0

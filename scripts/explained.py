@@ -59,8 +59,8 @@ EXAMPLES = {
     "token": Example("token rejection, one drawn token", "token"),
     "recursive": Example("recursive rejection, two drawn tokens", "recursive", SAMPLED, TWO),
     "recursive-without": Example("… drawn without replacement", "recursive", WITHOUT, TWO),
-    "top-k": Example("top-k children, the two best of q", "top-k", FIXED, TWO),
-    "typical": Example("typical acceptance, one drawn token: lossy", "typical"),
+    "top-k": Example("top-k children: the two best tokens of q", "top-k", FIXED, TWO),
+    "typical": Example("typical acceptance (lossy), one drawn token", "typical"),
 }
 
 

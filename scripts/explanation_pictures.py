@@ -82,7 +82,7 @@ def draw_rule(name: str, colours: Colours) -> Figure:
         segments(pen, left, y, parts, scale, BAR)
         segments(pen, left, y - BAR / 2 - 4.5, [(Q[place], "dropped")], scale, 4)
         mark(pen, left + goal[place] * scale, y, BAR + 5)
-    legend(pen, 14, (("kept", "drafted, kept"), ("own", "target's"), ("ink", "p"), ("dropped", "q")))
+    legend(pen, 14, (("kept", "drafted, kept"), ("own", "by the target"), ("ink", "p"), ("dropped", "q")))
     return figure
 
 
@@ -127,19 +127,22 @@ def name_curve(axes: Axes, x: float, y: float, text: str, colour: str, **more: o
 
 def draw_expected(colours: Colours) -> Figure:
     """Plot the expected tokens per target pass against per-position acceptance, for chains of several depths."""
-    figure, axes = plot(210, "Tokens per target pass", "by per-position acceptance", colours)
+    figure, axes = plot(210, "Tokens per target pass", "plotted against per-position acceptance", colours)
     for depth, role in zip(explained.DEPTHS, ("dropped edge", "own edge", "kept edge", "ink"), strict=True):
         values = [expected_tokens(rate, depth) for rate in explained.RATES]
         axes.plot(explained.RATES, values, color=colours[role], linewidth=1.8, label=f"K = {depth}")
         name_curve(axes, 1.015, values[-1], f"{depth}", colours[role])
     axes.set(
-        xlim=(0, 1.09), ylim=(0, 9.4), yticks=range(1, 10, 2), xlabel="per-position acceptance; at line ends: K drafted"
+        xlim=(0, 1.09),
+        ylim=(0, 9.4),
+        yticks=range(1, 10, 2),
+        xlabel="per-position acceptance (lines: K drafted tokens)",
     )
     return figure
 
 
 def draw_speedup(colours: Colours) -> Figure:
-    """Draw the speed-up over per-position acceptance, for several costs of a drafted token and two depths."""
+    """Draw the speed-up against per-position acceptance, for several costs of a drafted token and two depths."""
     figure, axes = plot(
         210, "Speed-up, if all passes cost the same", "c: a drafted token's cost, in target passes", colours
     )
@@ -190,7 +193,9 @@ def draw_example_tree(colours: Colours) -> Figure:
     depth = -min(node.y for node in nodes)
     height = depth + 96
     figure, pen = card(WIDTH, height, colours)
-    heading(pen, height, f"A tree of {len(shape) - 1} drafted tokens", "0: the last token of the text; t: the target's")
+    heading(
+        pen, height, f"A tree of {len(shape) - 1} drafted tokens", "0: the text's last token; t: the target's token"
+    )
     placed = [node._replace(y=node.y + height - 56) for node in nodes]
     level = next(node.y for node in placed if node.parent < 0 and node.role != "dropped")
     end = pen.token(EDGE, level, "0", "own", 10.5)
@@ -206,7 +211,7 @@ def draw_mask(colours: Colours) -> Figure:
     size, prefix = 17.0, 40.0
     height = size * len(shape) + 76
     figure, pen = card(WIDTH, height, colours)
-    heading(pen, height, "Its ancestor mask", "each row reads the filled columns")
+    heading(pen, height, "The ancestor mask of the tree", "each row reads the filled columns")
     left, top = EDGE + 16, height - 58
     pen.words(left + prefix / 2, top + 11, "text", 8, "muted", ha="center")
     for row in range(len(shape)):
@@ -244,7 +249,7 @@ def draw_cache(colours: Colours) -> Figure:
 PICTURES: dict[str, Callable[[Colours], Figure]] = {
     **{f"rule-{name}": lambda colours, name=name: draw_rule(name, colours) for name in EXAMPLES},
     "pairs-token": lambda colours: draw_pairs("token", "token rejection of a chain", colours),
-    "pairs-block": lambda colours: draw_pairs("block", "block verification of it", colours),
+    "pairs-block": lambda colours: draw_pairs("block", "block verification of a chain", colours),
     "expected": draw_expected,
     "speedup": draw_speedup,
     "costs": draw_costs,

@@ -81,7 +81,7 @@ def by_hand_token() -> str:
         [token, *map(number, (q, min(1, p / q), q * min(1, p / q), max(0.0, p - q), p))]
         for token, p, q in zip(TOKENS, P, Q, strict=True)
     ]
-    return table(["token", "q", "min(1, p/q)", "drafted and kept", "the target's: (p − q)₊", "sum: p"], rows)
+    return table(["token", "q", "min(1, p/q)", "drafted and kept", "by the target: (p − q)₊", "sum: p"], rows)
 
 
 def second_q(kind: object) -> Sequence[float]:
@@ -106,7 +106,7 @@ def by_hand_recursive(kind: object) -> str:
         "first child kept",
         "p₂, q₂",
         f"second kept: {number(refused)} min(p₂, q₂)",
-        f"the target's: {number(refused)} (p₂ − q₂)₊",
+        f"by the target: {number(refused)} (p₂ − q₂)₊",
         "sum",
     ]
     return table(header, rows)
@@ -121,9 +121,9 @@ def by_hand_top() -> str:
     kept_second = rest * left[second]
     return (
         f"{TOKENS[first]} is kept with p = {number(P[first])}. If it is rejected, p becomes {numbers(left)}, and "
-        f"{TOKENS[second]} is kept with {number(rest)} × {number(left[second])} = {number(kept_second)}. If that is "
-        f"rejected too, p becomes {numbers(last)}, and the target draws from it with {number(rest - kept_second)}. "
-        f"A drafted token is kept with p(S) = {number(P[first] + P[second])}."
+        f"{TOKENS[second]} is kept with {number(rest)} × {number(left[second])} = {number(kept_second)}. If this "
+        f"token is also rejected, p becomes {numbers(last)}, and the target draws from it with "
+        f"{number(rest - kept_second)}. A drafted token is kept with p(S) = {number(P[first] + P[second])}."
     )
 
 

@@ -1,6 +1,6 @@
 """Copy a report to benchmarks/results/<hardware>/ and renew the tables and pictures that show it.
 
-Usage: scripts/publish_results.py REPORT NAME; NAME is a key of `PLACES`.
+Usage: scripts/publish_results.py REPORT NAME; NAME is a key of `PAGES`.
 """
 
 import json
@@ -50,8 +50,8 @@ def _estimate(figure: Mapping[str, Any] | None, unit: str = "") -> str:
 
 
 def _value(row: Mapping[str, Any], name: str) -> float | None:
-    found: float | None = (row.get(name) or {}).get("value")
-    return found
+    value: float | None = (row.get(name) or {}).get("value")
+    return value
 
 
 # --- the quickstart ---------------------------------------------------------------------------------------------------
@@ -62,8 +62,8 @@ def short_table(report: Report) -> str:
 
     The last column counts the greedy texts that plain decoding also writes.
     """
-    found = {(row["method"], row["setting"]): row for row in report["rows"]}
-    methods, settings = (list(dict.fromkeys(names)) for names in zip(*found, strict=True))
+    row_of = {(row["method"], row["setting"]): row for row in report["rows"]}
+    methods, settings = (list(dict.fromkeys(names)) for names in zip(*row_of, strict=True))
     methods.sort(key=lambda method: (method == "plain", method.startswith("transformers")))
     columns = (("tokens per target pass", "tokens_per_pass", ""), ("speed-up", "speedup_of_totals", "×"))
     same = {row["method"]: row["identical_to_plain"] for row in report["rows"] if row["setting"] == "greedy"}
@@ -72,7 +72,7 @@ def short_table(report: Report) -> str:
     cells = (
         [
             text(method),
-            *(_estimate(found[method, setting].get(key), unit) for setting in settings for _, key, unit in columns),
+            *(_estimate(row_of[method, setting].get(key), unit) for setting in settings for _, key, unit in columns),
             *([f"{same[method]['identical']} of {same[method]['of']}"] if same else []),
         ]
         for method in methods
@@ -84,7 +84,7 @@ def short_table(report: Report) -> str:
 
 
 def tasks_table(report: Report) -> str:
-    """Return per setting a table of methods by tasks: speed-up over plain decoding, and tokens per target pass."""
+    """Return a table of methods by tasks for each setting: speed-up over plain decoding, and tokens per target pass."""
     rows = [{**row, "task": "all"} for row in report["rows"]] + report["tasks"]
     rows = [row for row in rows if row["method"] != "plain" and _gain(row) != NONE]
     tasks = sorted(dict.fromkeys(row["task"] for row in rows), key=lambda task: task == "all")
@@ -151,8 +151,8 @@ def verified_table(report: Report) -> str:
     """Return a row for each server of `benchmarks/verified.py`: the finding of each test, and the verdict."""
 
     def cell(row: Report, *checks: str) -> str:
-        found = [finding for finding in row["findings"] if finding["check"] in checks]
-        return ", ".join(_evidence(finding) for finding in found) or NONE
+        findings = [finding for finding in row["findings"] if finding["check"] in checks]
+        return ", ".join(_evidence(finding) for finding in findings) or NONE
 
     rows = [
         (
@@ -160,7 +160,7 @@ def verified_table(report: Report) -> str:
             text(row["method"]),
             cell(row, "greedy identity"),
             cell(row, "mean log-probability"),
-            cell(row, *(f"next token, position {place}" for place in (1, 2, 3))),
+            cell(row, *(f"next token, position {position}" for position in (1, 2, 3))),
             f"**{row['verdict']}**",
         )
         for row in report["rows"]
@@ -183,7 +183,7 @@ def _evidence(finding: Report) -> str:
 EVENING = {
     "card": "{card}, {memory} GB",
     "method": "{method}",
-    "serve for the answers, at a time": "{serve}, {texts}",
+    "weights of the server, texts at a time": "{serve}, {texts}",
     "rows": "{rows:,}",
     "hours: answers, target's states, training": "{write_h:.1f}, {read_h:.1f}, {train_h:.2f}",
     "hours together": "**{hours:.1f}**",
@@ -242,18 +242,18 @@ def headline(report: Report) -> str:
     best = max(gains, key=lambda method: sum(gain["value"] for gain in gains[method].values()))
     trained, machine = report["trained"][best], report["hardware"]
     target, questions = report["title"].split(" on ")
-    place = machine.get("gpu") or f"{machine['cores']} cores of {machine['processor']}"
+    hardware = machine.get("gpu") or f"{machine['cores']} cores of {machine['processor']}"
     return (
         f"**{_estimate(gains[best]['greedy'], '×')} the speed of plain decoding** when greedy, and "
         f"{_estimate(gains[best]['T=1'], '×')} at temperature 1: {text(best)}, on {report['prompts']} prompts of "
         f"{text(Path(questions).stem)}, after {trained['steps']:,} training steps on {trained['rows']:,} answers of "
-        f"the target to other questions ({text(target)}, {place})."
+        f"the target to other questions ({text(target)}, {hardware})."
     )
 
 
 def accepted_table(report: Report) -> str:
     """Return tokens per target pass by arm and drafting, with a column per prompt set and setting."""
-    return _by_place(report, lambda row: _estimate(row["tokens_per_pass"]), "tokens_per_pass")
+    return _by_prompt_set(report, lambda row: _estimate(row["tokens_per_pass"]), "tokens_per_pass")
 
 
 def gained_table(report: Report) -> str:
@@ -265,29 +265,29 @@ def gained_table(report: Report) -> str:
             return NONE
         return f"{_estimate(timed['over_plain'], '×')} ({number(_value(timed, 'over_assisted'))}×)"
 
-    return f"{_by_place(report, cell, 'speed')}\n\n{text(target)}; {machine_of(report)}"
+    return f"{_by_prompt_set(report, cell, 'speed')}\n\n{text(target)}; {machine_of(report)}"
 
 
-def _by_place(report: Report, cell: Callable[[Report], str], needed: str) -> str:
+def _by_prompt_set(report: Report, cell: Callable[[Report], str], needed: str) -> str:
     timed = {row["set"] for row in report["rows"] if row["speed"]} or {row["set"] for row in report["rows"]}
     rows = [row for row in report["rows"] if row[needed] and row["set"] in timed]
-    places = sorted({(row["set"], row["setting"]) for row in rows}, key=lambda place: (place[0], place[1] != "greedy"))
-    found = {(row["arm"], row["drafting"], row["set"], row["setting"]): cell(row) for row in rows}
+    columns = sorted({(row["set"], row["setting"]) for row in rows}, key=lambda pair: (pair[0], pair[1] != "greedy"))
+    cell_of = {(row["arm"], row["drafting"], row["set"], row["setting"]): cell(row) for row in rows}
     ways = dict.fromkeys((row["arm"], row["drafting"]) for row in rows)
-    cells = ([*map(text, way), *(found.get((*way, *place), NONE) for place in places)] for way in ways)
-    head = ["arm", "drafted", *(f"{text(name)}, {setting}" for name, setting in places)]
-    return table(head, cells, len(places))
+    cells = ([*map(text, way), *(cell_of.get((*way, *column), NONE) for column in columns)] for way in ways)
+    head = ["arm", "drafted", *(f"{text(name)}, {setting}" for name, setting in columns)]
+    return table(head, cells, len(columns))
 
 
 @styled
 def crossover_figure(measured: Report) -> Picture:
-    """Draw the speed-up over the batch size, with a panel per setting and context, for the docs."""
+    """Draw the speed-up against the batch size, with a panel per setting and context, for the docs."""
     report = report_from_json(measured)
     contexts = list(dict.fromkeys(row.context for row in report.cells))
-    places = [(setting, context) for setting in settings(report) for context in contexts]
-    figure = Picture(figsize=(1.2 + 2.9 * len(places), 3.9), layout="constrained")
-    panels = figure.subplots(1, len(places), sharey=True, squeeze=False)[0]
-    for axes, (setting, context) in zip(panels, places, strict=True):
+    cases = [(setting, context) for setting in settings(report) for context in contexts]
+    figure = Picture(figsize=(1.2 + 2.9 * len(cases), 3.9), layout="constrained")
+    panels = figure.subplots(1, len(cases), sharey=True, squeeze=False)[0]
+    for axes, (setting, context) in zip(panels, cases, strict=True):
         draw_speedups(axes, report, setting, "batch_size", context)
         shade_below_one(axes)
         axes.set_title(one_line(setting if context is None else f"{setting}, {context:,} tokens"))
@@ -298,7 +298,7 @@ def crossover_figure(measured: Report) -> Picture:
 
 @styled
 def policies_figure(report: Report) -> Picture:
-    """Draw the default policy and always drafting over plain decoding by batch size, a panel per temperature."""
+    """Draw the speed of the default policy and of constant drafting, with a panel per temperature."""
     figure = Picture(figsize=(7.0, 3.8), layout="constrained")
     temperatures = sorted({row["temperature"] for row in report["rows"]})
     panels = figure.subplots(1, len(temperatures), sharey=True)
@@ -331,7 +331,7 @@ def policies_caption(report: Report) -> str:
 
 Blocks = tuple[tuple[str, Callable[[Report], str]], ...]
 RESULTS = "docs/results.md"
-PLACES: dict[str, dict[str, Blocks]] = {
+PAGES: dict[str, dict[str, Blocks]] = {
     "quickstart": {"README.md": (("table", short_table),)},
     "spec_bench": {RESULTS: (("spec_bench", tasks_table),)},
     "spec_bench_sampled": {RESULTS: (("spec_bench_sampled", tasks_table),)},
@@ -375,15 +375,15 @@ def main(source: str, name: str) -> None:
         if part in report:
             report[part] = [row for row in report[part] if not row.get("method", "").startswith("parallel")]
     pages = {}
-    for place, blocks in PLACES.get(name, {}).items():
-        pages[place] = (ROOT / place).read_text()
+    for page, blocks in PAGES.get(name, {}).items():
+        pages[page] = (ROOT / page).read_text()
         for marked, write in blocks:
-            pages[place] = renewed(pages[place], marked, write(report))
+            pages[page] = renewed(pages[page], marked, write(report))
     destination = results_folder(report) / f"{name}.json"
     destination.parent.mkdir(parents=True, exist_ok=True)
     destination.write_text(json.dumps(report, indent=1) + "\n")
-    for place, page in pages.items():  # all pages are complete before any is written
-        (ROOT / place).write_text(page)
+    for page, content in pages.items():  # all pages are complete before any is written
+        (ROOT / page).write_text(content)
     if name in PICTURES:
         plt.rcParams["svg.hashsalt"] = name  # equal figures make equal files
         picture = ROOT / "docs" / "pictures" / f"{name}.svg"

@@ -53,14 +53,14 @@ def test_an_answer_that_was_cut_off_inside_a_character_is_trained_with_the_half_
     assert tokenizer.decode(half) == "a\N{REPLACEMENT CHARACTER}"
     row = {"prompt": "b", "answer": "a", "answer_tokens": [half], "truncated": True}
     assert trained(load(tmp_path, [row], tokenizer)) == [half]
-    with pytest.raises(ValueError, match="does not contain the tokens of each answer"):
+    with pytest.raises(ValueError, match="does not spell each answer"):
         load(tmp_path, [{**row, "truncated": False}], tokenizer)
 
 
 @pytest.mark.parametrize("tokens", ["a", None, ["a"], [-1], [True], {}, [2**70], [4, 16], [5]], ids=str)
 def test_what_is_no_list_of_the_tokenizers_tokens_is_refused_naming_the_row(tmp_path: Path, tokens: Any) -> None:
     good, bad = ({"prompt": "c", "answer": "a", "answer_tokens": [each]} for each in ([4, 1], tokens))
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: answer_tokens does not contain"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: .*answer_tokens does not spell"):
         load(tmp_path, [good, bad], tiny_tokenizer())
     several = {**good, "answer_tokens": [[4, 1], [4, 1]]}
     dataset = load(tmp_path, [good, bad, several], tiny_tokenizer(), bad_rows="skip")
@@ -74,7 +74,7 @@ def test_an_answer_without_tokens_is_read_if_it_is_empty_and_refused_if_it_is_tr
     assert trained(load(tmp_path, [row], tiny_tokenizer(CHAT_TEMPLATE))) == [[4, 1]]
     called = {**empty, "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
     for bad in ({**row, "messages": [user, called, user, answer]}, {"messages": [user], "answer_tokens": 5}):
-        with pytest.raises(UserError, match=r"line 1: answer_tokens does not contain"):
+        with pytest.raises(UserError, match=r"line 1: with this tokenizer the field answer_tokens does not spell"):
             load(tmp_path, [bad], tiny_tokenizer(CHAT_TEMPLATE))
 
 

@@ -135,7 +135,7 @@ def test_marks_of_a_template_that_drops_earlier_thinking_give_a_sequence_for_eac
     shifting = template.replace(
         "m.content + ';' }}{% endif %}{% endg", "m.content ~ messages | length }}{% endif %}{% endg"
     )
-    with pytest.raises(ValueError, match=r"row: the chat template rewrites earlier answers"):
+    with pytest.raises(ValueError, match=r"row: the chat template rewrites an answer when a later answer follows"):
         encode(shifting, messages)
 
 

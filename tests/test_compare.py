@@ -61,7 +61,7 @@ def test_a_method_that_is_faster_on_every_prompt_is_really_faster(tmp_path: Path
     assert [each.method for each in found.rows] == ["plain", "draft"] and found.warnings == ()
     assert row(found).pairs == 10 and row(found).speed.value == pytest.approx(0.5 / 0.425)
     assert row(found).speed_conclusion.kind == "real" and row(found).tokens_per_pass.value == 1.0
-    assert row(found, "plain").speed_conclusion.text == "no difference seen: less than 0.1% either way"
+    assert row(found, "plain").speed_conclusion.text == "no difference seen: at most 0.1% in either direction"
 
 
 def test_two_methods_of_one_folder_are_paired_by_prompt(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_two_methods_of_one_folder_are_paired_by_prompt(tmp_path: Path) -> None:
     [
         (Estimate(1.05, 1.03, 1.08, 100), "real", "real: B is faster by 3.0% to 8.0%"),
         (Estimate(0.95, 0.92, 0.97, 100), "real", "real: B is slower by 3.0% to 8.0%"),
-        (Estimate(1.0, 0.98, 1.015, 100), "none", "no difference seen: less than 2.0% either way"),
+        (Estimate(1.0, 0.98, 1.015, 100), "none", "no difference seen: at most 2.0% in either direction"),
         # The error in logs is 0.0953 / 2.147 = 0.0444; it must fall to log(1.05) / 2.802: 20 x 6.49 = 129.9.
         (Estimate(1.05, 1.05 / 1.1, 1.05 * 1.1, 20), "open", "too few prompts to say: about 130 would be enough"),
         (Estimate(1.5, 1.4, 1.6, 4), "open", "too few prompts to say: about 8 would be enough"),
@@ -137,7 +137,7 @@ def test_other_targets_prompts_methods_and_settings_are_refused_in_one_sentence(
 def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
     folders = [str(evaluated(tmp_path / name, [0.5] * 9)) for name in "ab"]
     shown = CliRunner().invoke(app, ["compare", *folders], env={"COLUMNS": "250"}).output
-    assert "no difference seen: less than 0.1% either way" in shown and "1.00× [1.00, 1.00]" in shown
+    assert "no difference seen: at most 0.1% in either direction" in shown and "1.00× [1.00, 1.00]" in shown
     assert "batch" in shown and "concurrency" not in shown
     served = [str(evaluated(tmp_path / name, [0.5] * 9, concurrency=[1])) for name in "cd"]
     assert "concurrency" in CliRunner().invoke(app, ["compare", *served], env={"COLUMNS": "250"}).output

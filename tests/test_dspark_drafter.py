@@ -232,7 +232,7 @@ def test_a_target_whose_embeddings_are_narrower_than_its_layers_is_refused(tiny_
         ({"tokens": 5}, "tokens is 5: this draft allows 1 to 4"),
         ({"tokens": 2, "tree": [[0]]}, "both tree and tokens are set"),
         ({"tree": [[0] * depth for depth in range(1, 6)]}, "the tree is 5 deep, but the draft has 4 tokens"),
-        ({"tree": [[0], [5]]}, "the tree has 6 ranks, but the draft writes 4 tokens: use fewer"),
+        ({"tree": [[0], [5]]}, "the tree has 6 ranks, but the draft writes 4 tokens: use fewer ranks"),
     ],
 )
 def test_drafts_that_a_block_has_no_tokens_for_are_refused(

@@ -316,7 +316,7 @@ def test_the_folders_of_other_trainers_draft_as_the_same_weights_do_here(
     with_tensors(lambda tensors: tensors.update(d2t=wrong))(tmp_path)
     problem = "contains d2t, but its config has no draft_vocab_size: use a DSpark"
     if draft.lm_head is not None:
-        problem = "d2t in .* does not give increasing tokens of the target: use a DSpark"
+        problem = "d2t in .* does not map the outputs to increasing token ids of the target: use a DSpark"
     with pytest.raises(ValueError, match=problem):
         load_dspark(tmp_path, target)
 

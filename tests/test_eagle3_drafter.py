@@ -204,7 +204,7 @@ def test_a_target_of_other_sizes_is_refused(deep: CausalLM, changes: dict[str, A
     [
         ({"tokens": 0}, "tokens is 0: use at least 1"),
         ({"tokens": 2, "tree": [[0]]}, "tree and tokens are both given"),
-        ({"tree": [[0], [5]]}, "the tree has 6 ranks, but the draft writes 4 tokens: use fewer"),
+        ({"tree": [[0], [5]]}, "the tree has 6 ranks, but the draft writes 4 tokens: use fewer ranks"),
     ],
 )
 def test_drafts_that_cannot_be_drafted_are_refused(

@@ -262,11 +262,11 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "two layers": (with_config(num_hidden_layers=2), "num_hidden_layers is 2"),
     "another style": (
         with_config(architectures=["Eagle3DeepseekV2ForCausalLM"]),
-        "neither Llama's nor Qwen 3's but of Eagle3DeepseekV2",
+        "a layer of Eagle3DeepseekV2ForCausalLM, not of Llama or Qwen 3",
     ),
     "another nested style": (
         with_config(transformer_layer_config={"model_type": "gemma3"}, norm_before_residual=False),
-        "its layer is neither Llama's nor Qwen 3's but of gemma3",
+        "it has a layer of gemma3, not of Llama or Qwen 3",
     ),
     "a window without a size": (with_config(layer_types=["sliding_attention"]), "'sliding_window' is missing"),
     "a window of none": (
@@ -287,7 +287,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "an embedding of its own": (with_config(embed_requires_grad=True), "embed_requires_grad is True"),
     "biases": (with_config(attention_bias=True), "attention_bias is True"),
-    "another width": (with_config(target_hidden_size=32), "it is 16 wide for a target 32 wide"),
+    "another width": (with_config(target_hidden_size=32), "size 16, but the target's states have size 32"),
     "no taps": (
         with_config(eagle_config={"use_aux_hidden_state": False}),
         "reads no states between the target's layers",
@@ -319,7 +319,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no map": (with_tensors(lambda tensors: tensors.pop("d2t")), "d2t is not a list of 5 whole numbers"),
     "a map of ids": (
         with_tensors(lambda tensors: tensors.update(d2t=torch.tensor([0, 2, 3, 5, 15]))),
-        "does not give increasing tokens of the target",
+        "does not map the outputs to increasing token ids of the target",
     ),
     "a missing tensor": (with_tensors(lambda tensors: tensors.pop("lm_head.weight")), "lm_head.weight is missing"),
     "norms of queries": (

@@ -185,11 +185,11 @@ def test_a_corrupted_draft_is_caught(draft_folder: Path, tmp_path: Path, monkeyp
 
 def test_every_format_refuses_what_it_cannot_hold(heads_folder: Path, draft_folder: Path, tmp_path: Path) -> None:
     for source, format in ((heads_folder, "draft"), (heads_folder, "gguf"), (draft_folder, "heads")):
-        with pytest.raises(ValueError, match="does not accept that: use format"):
+        with pytest.raises(ValueError, match="does not accept them: use format"):
             export(source, tmp_path / "out", format)
     with pytest.raises(ValueError, match="format is 'onnx': use one of heads, dspark"):
         export(heads_folder, tmp_path / "out", "onnx")
-    with pytest.raises(ValueError, match="format 'heads' lacks the type 'f32': omit it"):
+    with pytest.raises(ValueError, match="format 'heads' lacks the type 'f32': omit --type"):
         export(heads_folder, tmp_path / "out", "heads", type="f32")
     with pytest.raises(ValueError, match="format 'gguf' lacks the type 'q4': use one of f32"):
         export(draft_folder, tmp_path / "out", "gguf", type="q4")
@@ -254,7 +254,7 @@ def test_the_adapted_target_goes_with_its_heads(final: Path, tmp_path: Path) -> 
     assert stored_fingerprint(out / "target") == stored_fingerprint(final / "target")
     assert stored_fingerprint(out / "target") != stored_fingerprint(tmp_path / "target")
     decoded, card = summary.compared[-1], (out / "README.md").read_text()
-    assert "3/3 texts equal, 3/3 as in plain decoding" in decoded and "logits of 2 heads bit-equal" in decoded
+    assert "3/3 texts are equal, 3/3 as in plain decoding" in decoded and "logits of 2 heads are bit-equal" in decoded
     assert "`DIR/target` is the adapted target" in card and str(tmp_path) not in card
     assert str(out / "target") in summary.commands[0].argv, "vLLM serves the adapted target"
 
@@ -317,16 +317,16 @@ def test_exported_heads_draft_as_the_trained_ones(
     random_heads(replace(HEADS, **change), torch.bfloat16).save_pretrained(heads)
     sentence = export(heads.parent, tmp_path / "out", "heads").compared[-1]
     assert sentence.startswith(
-        f"3 prompts of heldout.jsonl decoded with both ({name}, tree of 3): 3/3 texts equal, 3/3 as"
+        f"3 prompts of heldout.jsonl, trained and exported weights ({name}, tree of 3): 3/3 texts are equal, "
     )
-    assert "3/3 as in plain decoding" in sentence and sentence.endswith("logits of 2 heads bit-equal")
+    assert "3/3 as in plain decoding" in sentence and sentence.endswith("logits of 2 heads are bit-equal")
 
 
 def test_a_draft_that_is_its_target_has_every_token_accepted(target_as_draft: Path, tmp_path: Path) -> None:
     """Each text has 14 tokens: one from the prefill, 10 from two passes of 4 + 1, and the last 3 from a third pass."""
     sentence = export(target_as_draft, tmp_path / "out", "draft").compared[-1]
-    assert "(draft model, 4 tokens): 3/3 texts equal, 3/3 as in plain decoding" in sentence
-    assert sentence.endswith(f"{13 / 3:.2f} tokens per target pass, accepted 9/9/6/6 in 9 passes")
+    assert "(draft model, 4 tokens): 3/3 texts are equal, 3/3 as in plain decoding" in sentence
+    assert sentence.endswith(f"{13 / 3:.2f} tokens per target pass; 9/9/6/6 accepted in 9 passes")
 
 
 def test_without_target_or_prompts_the_export_says_what_to_give(heads: Path, tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_without_target_or_prompts_the_export_says_what_to_give(heads: Path, tmp
     assert elsewhere.startswith("no prompts were decoded with the exported files: the target org/none cannot be ")
     assert elsewhere.endswith("; pass it as --target")
     (tmp_path / "heldout.jsonl").unlink()
-    assert told("2").endswith("heldout.jsonl, is not on this machine; use a .jsonl file of prompts as --prompts")
+    assert told("2").endswith("heldout.jsonl, is not on this machine; pass a .jsonl file of prompts as --prompts")
     assert "the held-out prompts of the training run are not recorded" in told("3", recipe={})
     (heads / "provenance.json").unlink()
     assert "pass it as --target" in export(heads, tmp_path / "bare", "heads").compared[-1]
@@ -387,7 +387,7 @@ def test_a_draft_that_reads_back_otherwise_is_caught_by_its_counts(
     target_as_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read_with_noise(monkeypatch)
-    with pytest.raises(ValueError, match=r"4\.33 tokens per target pass, accepted 9/9/6/6 in 9 passes, exported \d"):
+    with pytest.raises(ValueError, match=r"4\.33 tokens per target pass; 9/9/6/6 accepted in 9 passes; exported \d"):
         export(target_as_draft, tmp_path / "out", "draft")
     assert not (tmp_path / "out").exists()
 
@@ -399,5 +399,5 @@ def test_a_format_that_rounds_tells_both_acceptances_and_its_texts_are_equal(
     describe = folder_formats.describe_model
     monkeypatch.setattr(folder_formats, "describe_model", lambda *given: replace(describe(*given), rounded=True))
     sentence = export(target_as_draft, tmp_path / "out", "draft").compared[-1]
-    assert "3/3 texts equal, 3/3 as in plain decoding; trained: 4.33 tokens per target pass" in sentence
-    assert "; exported: " in sentence and "4.33" not in sentence.partition("exported")[2]
+    assert "3/3 texts are equal, 3/3 as in plain decoding; trained: 4.33 tokens per target pass" in sentence
+    assert "; exported: " in sentence and "4.33" not in sentence.partition("exported: ")[2]

@@ -169,7 +169,7 @@ def test_a_draft_that_is_the_target_is_always_accepted(tiny_llama: CausalLM, sam
 
 @pytest.mark.parametrize(("temperature", "rule"), [(0.0, TOKEN_REJECTION), (0.0, typical_acceptance()), (1.0, GREEDY)])
 def test_a_rule_that_does_not_fit_the_temperature_is_refused(temperature: float, rule: Rule) -> None:
-    with pytest.raises(ValueError, match=f"the {rule.name} rule needs .*temperature.*; it is {temperature:g}"):
+    with pytest.raises(ValueError, match=f"the {rule.name} rule needs .*temperature.*, but it is {temperature:g}"):
         DecodingConfig(9, SamplingConfig(temperature), rule)
 
 

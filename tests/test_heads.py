@@ -75,8 +75,8 @@ def test_saved_and_loaded_heads_are_bit_equal_and_no_pickle(tmp_path: Path, conf
 @pytest.mark.parametrize(
     ("d2t", "problem"),
     [
-        (torch.tensor([0, 2, 1, 6]), "d2t in .* does not give increasing tokens of the target: use heads"),
-        (torch.tensor([0, 2, 2, 13]), "d2t in .* does not give increasing tokens"),
+        (torch.tensor([0, 2, 1, 6]), "d2t in .* does not map the outputs to increasing .*: use heads"),
+        (torch.tensor([0, 2, 2, 13]), "d2t in .* does not map the outputs to increasing"),
         (torch.tensor([0, 2, 2]), "d2t is not a list of 4 whole numbers"),
         (torch.zeros(4), "d2t is not a list of 4 whole numbers"),
         (None, "d2t is not a list of 4 whole numbers"),

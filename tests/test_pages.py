@@ -32,8 +32,8 @@ COUNTS |= {"quickstart": 1, "served": 1, "verified": 1, "accepted": 2, "smollm2"
 @pytest.mark.parametrize(("name", "count"), COUNTS.items())
 def test_the_figures_of_the_pages_are_those_of_one_committed_report(name: str, count: int) -> None:
     publisher = _publisher()
-    assert publisher.PLACES.keys() == COUNTS.keys()
-    blocks = [(page, mark, write) for page, marked in publisher.PLACES[name].items() for mark, write in marked]
+    assert publisher.PAGES.keys() == COUNTS.keys()
+    blocks = [(page, mark, write) for page, marked in publisher.PAGES[name].items() for mark, write in marked]
     assert len(blocks) == count
     found = sorted((ROOT / "benchmarks" / "results").glob(f"*/{name}.json"))
     reports = [json.loads(path.read_text()) for path in found]

@@ -164,7 +164,7 @@ def test_a_mistake_in_a_spec_is_one_sentence(text: str) -> None:
 
 
 def test_a_drafter_by_text_needs_the_targets_tokenizer(models: Path, target: CausalLM) -> None:
-    with pytest.raises(ValueError, match="the target's is unknown: pass the latter as tokenizer"):
+    with pytest.raises(ValueError, match=r"the target's tokenizer is unknown.*: pass it as"):
         DrafterLoader(target).load(parse_drafter(f"other-tokenizer:{models}/stranger"))
 
 
@@ -175,7 +175,9 @@ def test_weights_are_read_once_however_many_drafters_share_them(models: Path, ta
         cast(Any, loader.load(parse_drafter(text))) for text in (*specs, f"draft:{models}/smaller")
     )
     assert chain.draft is tree.draft is cascade.draft and cascade.small is small.draft
-    with pytest.raises(ValueError, match="both drafts of the cascade are the same model: use a smaller one as small"):
+    with pytest.raises(
+        ValueError, match="both drafts of the cascade are the same model: pass a smaller model as small"
+    ):
         loader.load(parse_drafter(f"cascade:{models}/draft,small={models}/draft"))
 
 

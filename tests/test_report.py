@@ -88,7 +88,7 @@ def test_an_answer_promises_no_gain_that_was_not_measured() -> None:
     def said() -> list[str]:
         return answers(report_from_json(full_report(rows=rows, grid=[])))
 
-    assert said()[0].startswith("Nothing is faster than plain decoding: at best ")
+    assert said()[0].startswith("Nothing is faster than plain decoding; the best method is ")
     rows[1]["speedup_of_totals"] = estimate(1.05)
     assert "interval contains 1×, so these prompts do not show a gain" in said()[0]
     del rows[1]

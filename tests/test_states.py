@@ -28,7 +28,7 @@ COUNT = 14
 
 
 class Reading(Drafter):
-    """A wrapper of another drafter, whose session asserts that the states it receives equal the target's."""
+    """A wrapper of another drafter, whose session asserts that the states it receives equal the target's states."""
 
     name = "reading"
 

@@ -20,7 +20,7 @@ app = typer.Typer(
     cls=Group,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # at 80 columns its boxes would wrap help texts to one word per line
-    # For an option without a value typer would import pydantic, the slowest import here; these defaults avoid that.
+    # Without these defaults typer would import pydantic, the slowest import here, for every option without a value.
     context_settings={
         "default_map": {"help": False, "install_completion": False, "show_completion": False, "data": {"help": False}}
     },
@@ -233,7 +233,7 @@ def verify(options: check_options.VerifyOptions) -> bool:
     "  --endpoint http://localhost:8000/v1 --model NAME",
 )
 def diagnose(options: check_options.DiagnoseOptions) -> bool:
-    """Find out why a speculator works here but badly in a server. Exit code 1: they differ."""
+    """Find out why a speculator works here but badly in a server. Exit code 1: a difference was found."""
     from trainer.commands.diagnose import run_diagnose
 
     return run_diagnose(options)

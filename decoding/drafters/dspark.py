@@ -50,7 +50,7 @@ class DSparkDrafter(GrownDrafter):
             )
         if shape.ranks > config.outputs:
             raise UserError(
-                f"the tree has {shape.ranks} ranks, but the draft writes {config.outputs} tokens: use fewer"
+                f"the tree has {shape.ranks} ranks, but the draft writes {config.outputs} tokens: use fewer ranks"
             )
         if config.markov_head_type == "rnn" and not shape.is_chain:
             raise UserError(
@@ -101,7 +101,7 @@ class TextKeys:
             self._append(first, states if together else states[first : first + 1])
 
     def _append(self, first: int, states: Sequence[Float[Tensor, "tokens taps"]]) -> None:
-        """Add the states at the next tokens of the rows from ``first`` on."""
+        """Add the states at the next tokens to the rows from ``first`` on."""
         counts = list(map(len, states))
         if not any(counts):
             return

@@ -49,7 +49,7 @@ class Eagle3Drafter(GrownDrafter):
             raise UserError(f"tokens is {tokens}: use at least 1")
         shape = StaticTree.chain(tokens or 4) if tree is None else StaticTree(tree)
         if shape.ranks > (outputs := draft.config.draft_vocab_size):
-            raise UserError(f"the tree has {shape.ranks} ranks, but the draft writes {outputs} tokens: use fewer")
+            raise UserError(f"the tree has {shape.ranks} ranks, but the draft writes {outputs} tokens: use fewer ranks")
         self.draft = draft
         self._grow(shape, sampled, None if tree is None else "tree")
         self.taps = draft.config.target_layer_ids
@@ -189,7 +189,7 @@ class Eagle3State:
         return self.draft.logits(self._states[: len(texts), 0])
 
     def _append(self, first: int, texts: Sequence[Sequence[int]], states: Sequence[Tensor]) -> None:
-        """Add slots of the target's states at the next tokens of the rows from ``first`` on."""
+        """Add the slots of the next tokens, made from the target's states, to the rows from ``first`` on."""
         counts, device = list(map(len, states)), self.draft.device
         if not (width := max(counts)):
             return

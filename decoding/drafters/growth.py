@@ -70,7 +70,7 @@ class StaticTree:
 
     @staticmethod
     def chain(length: int) -> "StaticTree":
-        """Make a chain of ``length`` best tokens."""
+        """Make a chain of ``length`` tokens, each of which is the best one."""
         return StaticTree([(0,) * depth for depth in range(1, length + 1)])
 
     def cut(self, request: DraftRequest) -> Cut:
@@ -134,7 +134,7 @@ class ConditionalLogits:
 
 
 class _Level(NamedTuple):
-    """Nodes of one depth with children, in all trees of a batch; node numbers continue from tree to tree."""
+    """Nodes with children at one depth, in all trees of a batch; node numbers continue from tree to tree."""
 
     rows: Int[Tensor, " parents"]
     parents: Int[Tensor, " parents"]
@@ -142,7 +142,7 @@ class _Level(NamedTuple):
     choice: tuple[Int[Tensor, " children"], Int[Tensor, " children"]]
     """For each child the index of its parent in ``parents``, and the rank of the child."""
     child: Int[Tensor, "parents width"]
-    """The child of each parent at each rank, or node 0 if there is none; on the host."""
+    """The child of each parent at each rank, or node 0 if there is none. This tensor is on the host."""
     parents_by_row: tuple[tuple[int, ...], ...]
     """The parents in each row, by their numbers in the tree of that row."""
     q_rows: Int[Tensor, " parents"]
@@ -264,7 +264,7 @@ class Growth:
         if not len(q):
             return [Proposal.root_only(request.tokens[-1], device) for request in requests]
         trees = [TokenTree(of_row, shape) for of_row, shape in zip(by_row, shapes, strict=True)]
-        if sampling.processors or not self.tree.is_chain:  # without either, every token was drawn
+        if sampling.processors or not self.tree.is_chain:  # in a plain chain every token was drawn
             lists = torch.split(tokens.cpu(), sizes)
             trees = [TokenTree.of_list(row.tolist(), shape, device) for row, shape in zip(lists, shapes, strict=True)]
         pairs = zip(trees, q.split(inner), strict=True)

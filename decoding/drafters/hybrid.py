@@ -46,7 +46,7 @@ class HybridDrafter(Drafter):
         if first is lookup or isinstance(first, HybridDrafter):
             raise UserError(f"the hybrid cannot add a lookup to {first.name}: use another kind of drafter")
         if least_gain is not None and not least_gain >= 0:
-            raise UserError(f"least_gain is {least_gain}: use a share of a step's tokens, 0 to always draft")
+            raise UserError(f"least_gain is {least_gain}: use a share of a step's tokens, or 0 to draft in every step")
         self.least_gain = first.rough_cost if least_gain is None else least_gain
         self.first = first
         self.lookup = lookup
@@ -59,7 +59,7 @@ class HybridDrafter(Drafter):
         longer = max(len(first.budgets), len(lookup.budgets))
         if lookup.taps:
             raise UserError(
-                f"{lookup.name} reads the target's states, and a hybrid's lookup gets none: use prompt lookup"
+                f"{lookup.name} reads the target's states, which a hybrid does not pass on: use prompt lookup"
             )
         self._pairs = [
             (first.budgets[min(k, len(first.budgets) - 1)], lookup.budgets[min(k, len(lookup.budgets) - 1)])

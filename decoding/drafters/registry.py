@@ -77,10 +77,10 @@ _PREFIX = "lookup_"
 
 
 def _hybrid(first: Entry | None = None) -> Entry:
-    """Make the entry of ``first`` combined with a lookup; with None the entry for the registry, in which ``of`` is not
-    known yet.
+    """Make the entry of ``first`` combined with a lookup.
 
-    The lookup's options begin with `_PREFIX`.
+    If ``first`` is None, make the registry's entry, in which ``of`` is not known yet. The lookup's options begin with
+    `_PREFIX`.
     """
     joined, of_lookup = options_of(HybridDrafter, skipped=2), options_of(PromptLookupDrafter)
 
@@ -222,6 +222,6 @@ class DrafterLoader:
         if weights == "draft":
             return load_draft(path, self._target, self._tokenizer, self._trusted)
         if self._tokenizer is None:
-            raise UserError(f"{path} has another tokenizer, and the target's is unknown: pass the latter as tokenizer")
+            raise UserError(f"the target's tokenizer is unknown, and {path} has another one: pass it as tokenizer")
         draft = load_draft(path, self._target, None, self._trusted, other_tokenizer=True)
         return ForeignDraft(draft, load_tokenizer(path, self._trusted), self._tokenizer)

@@ -89,7 +89,7 @@ def adapted_model(folder: Path) -> str | None:
     while following is not None:
         at = Path(following).resolve()
         if at in visited:
-            raise UserError(f"the adapters in {folder} lead back to themselves as their base model: {_REMEDY}")
+            raise UserError(f"the base models of the adapters in {folder} lead back to these adapters: {_REMEDY}")
         visited.add(at)
         following = _base_of(at)
     return base
@@ -153,7 +153,7 @@ def is_untrusted(error: BaseException) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Return the line of an error that states the reason: the first, or the last in transformers' config checks."""
+    """Return the line of an error that states the reason: the first, or the last if transformers checked a config."""
     if "ignore_mismatched_sizes" in str(error):  # an option that users cannot set here
         return "the sizes in config.json differ from the weights"
     if is_untrusted(error):

@@ -165,7 +165,7 @@ def _complete(config: Any, keys: Mapping[str, Any], tensors: Mapping[str, Any]) 
         if torch.allclose(plain / factors, ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0], atol=0.0):
             return
     if scaled:
-        raise UserError("its reader would ignore that rotary embeddings are scaled")
+        raise UserError("the reader would ignore that rotary embeddings are scaled")
 
 
 def _split_as_llama_cpp(backend: Any, pre: str | None, file: Path) -> None:

@@ -191,12 +191,12 @@ def weight_files(folder: Path, remedy: str) -> list[Path]:
 
 
 def weights_header(folder: Path, remedy: str) -> dict[str, StoredTensor]:
-    """Return names, dtypes and shapes of all tensors; empty without weights. Errors as in `weight_files`."""
+    """Return names, dtypes and shapes of all tensors; empty without weights. Raises the errors of `weight_files`."""
     return {name: tensor for path in weight_files(folder, remedy) for name, tensor in read_header(path, remedy).items()}
 
 
 def stored_weights(folder: Path, remedy: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and value of every tensor, one in memory at a time. Errors as in `weight_files`."""
+    """Yield the name and value of every tensor, one in memory at a time. Raises the errors of `weight_files`."""
     for path in weight_files(folder, remedy):
         with safe_open(path, framework="pt", backend="pread") as file:  # a private copy, because the file may change
             for name in file.keys():  # noqa: SIM118  # not a mapping
@@ -204,7 +204,7 @@ def stored_weights(folder: Path, remedy: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_weights(folder: Path, remedy: str) -> dict[str, Tensor]:
-    """Read all tensors. Errors as in `weight_files`."""
+    """Read all tensors. Raises the errors of `weight_files`."""
     return dict(stored_weights(folder, remedy))
 
 
@@ -224,8 +224,8 @@ def check_finite(tensors: Mapping[str, Tensor], what: str, remedy: str) -> None:
     if broken := non_finite(tensors):
         tensor, others = tensors[broken[0]], len(broken) - 1
         raise UserError(
-            f"{what} has weights that are not finite, {_count_non_finite(tensor)} of {tensor.numel()} values in "
-            f"{broken[0]}{f' and some in {others} more tensors' * bool(others)}: {remedy}"
+            f"{what} has weights that are not finite ({_count_non_finite(tensor)} of {tensor.numel()} values in "
+            f"{broken[0]}{f' and some in {others} more tensors' * bool(others)}): {remedy}"
         )
 
 
@@ -254,8 +254,8 @@ def _count_non_finite(tensor: Tensor) -> int:
 def without_d2t(
     header: Mapping[str, StoredTensor], outputs: int | None, folder: Path, remedy: str
 ) -> dict[str, StoredTensor]:
-    """Return a header without ``d2t``; raise UserError unless d2t has ``outputs`` whole numbers, or is missing if that
-    is None.
+    """Return a header without ``d2t``; raise UserError unless d2t has ``outputs`` whole numbers, or is missing if
+    ``outputs`` is None.
     """
     rest = dict(header)
     stored, wanted = rest.pop("d2t", None), None if outputs is None else StoredTensor("I64", (outputs,))

@@ -68,7 +68,7 @@ class RatioConclusion:
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """The ratios B/A of a method of B and a method of A in one setting and cell, over ``pairs`` of texts.
+    """A method of B compared with a method of A, in one setting and cell: ratios B/A over ``pairs`` of texts.
 
     ``dropped``: later turns that are left out because their prompts differ. ``speed`` is None if times cannot be
     compared.
@@ -102,7 +102,8 @@ def conclusion(ratio: Estimate, faster: str = "faster", prompts: int | None = No
     """Judge the ratio B/A by its 95% interval, in words about B. ``faster`` is the word for a ratio above 1.
 
     ``real``: the interval excludes 1. ``none``: the interval contains 1 and stays within 5% of it. ``open``: any other
-    interval, or fewer than eight observations. ``prompts``: the number of prompts, if observations are not prompts.
+    interval, or fewer than eight observations. ``prompts``: the number of prompts, if an observation is a wave of
+    prompts and not a single prompt.
     """
     if not all(math.isfinite(value) and value > 0 for value in ratio[:3]):
         return RatioConclusion("unmeasured", "not measured")
@@ -114,7 +115,7 @@ def conclusion(ratio: Estimate, faster: str = "faster", prompts: int | None = No
             return RatioConclusion("real", f"real: {words[low <= 0]} by {ends[0]:.1%} to {ends[1]:.1%}")
         either = max(-low, high)
         if either <= _SMALL:
-            return RatioConclusion("none", f"no difference seen: less than {max(either, 0.001):.1%} either way")
+            return RatioConclusion("none", f"no difference seen: at most {max(either, 0.001):.1%} in either direction")
     error = (math.log(ratio.high) - math.log(ratio.low)) / (2 * expanded_quantile(ratio.observations))
     effect = max(abs(math.log(ratio.value)), math.log1p(_WORTH))
     wanted = max(FEWEST, ratio.observations * (error * _POWER80 / effect) ** 2)
@@ -148,7 +149,7 @@ def compare(
             if row and row.speed_conclusion and row.speed_conclusion.kind == "real":
                 context = f", context {cell.context}" if cell.context else ""
                 warnings.append(
-                    "plain decoding was not equally fast in both, although methods do not affect it: "
+                    "plain decoding was not equally fast in A and B, although it does not depend on the method: "
                     f"{row.speed_conclusion.text.removeprefix('real: ')} "
                     f"({setting}, {load} {cell.batch_size}{context})"
                 )

@@ -165,7 +165,7 @@ def _answer(report: Report, setting: str) -> str:
             loads = " and ".join(f"{cell.batch_size:,}" for cell in faster)
             crossover += f"; faster at concurrency {loads}" if faster else ""
             return one_line(f"The server is not faster than plain decoding: {said}{crossover}.")
-        return one_line(f"Nothing is faster than plain decoding: at best {best.method}, {said}.")
+        return one_line(f"Nothing is faster than plain decoding; the best method is {best.method}, {said}.")
     if figure.low is not None and figure.low <= 1:
         said += "; its interval contains 1×, so these prompts do not show a gain"
     said += crossover
@@ -186,7 +186,7 @@ def caption(report: Report) -> str:
     if first.context:
         prompts += f" of {first.context:,} tokens"
     if left_out := report.prompts_left_out + report.later_turns_left_out:
-        prompts += f" ({left_out} too long, left out)"
+        prompts += f" ({left_out} were left out because they are too long)"
     where = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads"
     others = [processor for processor in report.processors if processor != machine["processor"]]
     if others:  # a killed evaluation was resumed elsewhere

@@ -169,7 +169,7 @@ class Measurement:
     def _prompts(self, unit: Unit) -> dict[int, tuple[int, ...]]:
         """Return the unit's prompts by index.
 
-        Later turns whose prompts, with the answers of plain decoding, are too long are left out.
+        A later turn is left out if its prompt, with the answers of plain decoding, is too long.
         """
         prompts: dict[int, tuple[int, ...]] = {}
         too_long: list[str] = []

@@ -48,7 +48,7 @@ class Run(NamedTuple):
 
 
 Decode = Callable[[Sequence[Sequence[int]], Sequence[int], int], list[Run]]
-"""Function (prompts, seeds, batch size) -> Runs in the prompts' order."""
+"""Function from (prompts, seeds, batch size) to a `Run` for each prompt, in the order of the prompts."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Method:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Options of an evaluation. ``temperatures`` apply to the settings sampling and typical acceptance."""
+    """Options of an evaluation. ``temperatures`` apply to the settings ``sampling`` and ``typical``."""
 
     max_new_tokens: int = 96
     rounds: int = 1
@@ -143,7 +143,7 @@ def our_method(
 ) -> Method:
     """Make the method that runs a drafter (None: plain decoding) in this project's loop.
 
-    A policy that learns keeps what it learned from text to text, as in `HeadstartModel`.
+    A policy that learns is kept for the next text, as in `HeadstartModel`.
     """
     engine = Engine(target, drafter, named_policy(policy))
 
@@ -362,7 +362,7 @@ def _generation_config(config: DecodingConfig) -> GenerationConfig:
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
-            "min_p": sampling.min_p or None,  # `generate` refuses 0; None disables it
+            "min_p": sampling.min_p or None,  # `generate` rejects 0, and None switches min-p off
             "typical_p": sampling.typical_p,
         }
     return GenerationConfig(

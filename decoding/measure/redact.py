@@ -62,7 +62,7 @@ def basename(path: str) -> str:
 
 
 def without_local_paths(value: Any) -> Any:
-    """Return a JSON value with every absolute, home or dot path cut to its last part and without secrets."""
+    """Return a JSON value without secrets, in which every absolute, home or dot path is cut to its last part."""
     if isinstance(value, dict):
         return {
             without_local_paths(key): WITHHELD if held and _is_secret_key(key) else without_local_paths(held)
@@ -86,7 +86,7 @@ def without_secrets(text: str) -> str:
 
 
 def published_command(arguments: Sequence[str]) -> str:
-    """Return a command line for publication: each path cut to its last part, secrets withheld."""
+    """Return a command line for publication, in which each path is cut to its last part and secrets are withheld."""
     program, *words = arguments or [""]
     return shlex.join([basename(program), *map(_published_word, words)] if program else [])
 

@@ -30,7 +30,7 @@ _WHOLE_LOAD = 0.9
 class Timing(NamedTuple):
     """Times of a streamed answer in seconds: the request, the last event, and each event that contains text.
 
-    ``tokens`` is None if the server does not count tokens. ``fingerprint`` is that of the text.
+    ``tokens`` is None if the server does not count tokens. ``fingerprint`` is the fingerprint of the text.
     """
 
     begin: float
@@ -201,5 +201,5 @@ def _notes(rows: Sequence[ReportRow]) -> tuple[str, ...]:
         elif figures.under_way < _WHOLE_LOAD * (row.batch_size or 1):
             notes.append(f"Only {figures.under_way:.1f} requests were in progress on average ({load}): raise --limit.")
     if not all(row.latency.counted for row in rows if row.latency):
-        notes.append("A server does not count the tokens of its answers: rates and speed-ups are unknown.")
+        notes.append("A server did not report how many tokens its answers have: rates and speed-ups are unknown.")
     return tuple(notes)

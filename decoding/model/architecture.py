@@ -92,7 +92,8 @@ def check_static(static: str, device: torch.device) -> None:
 def static_of(choice: str, model: PreTrainedModel) -> str | None:
     """Return the ``static`` of `CausalLM` for a choice; ``auto`` needs a CUDA device and a model that allows graphs.
 
-    Raises UserError for a choice that `check_static` rejects. `CausalLM` itself rejects a model that cannot run so.
+    Raises UserError for a choice that `check_static` rejects. `CausalLM` itself rejects a model that cannot run in this
+    way.
     """
     check_static(choice, model.device)
     if choice == "auto":

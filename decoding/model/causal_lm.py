@@ -56,7 +56,8 @@ class CausalLM:
         """
         if reason := why_unfit(model):
             raise UserError(reason)
-        leave_out_cudnn()  # done here, because every model is wrapped; it also affects decoding by transformers
+        # Every model is wrapped, so cuDNN is always left out, even when transformers decodes in this process.
+        leave_out_cudnn()
         self.model = model
         self.lock = lock_of(model)
         """Lock that is held during a decoding step; all wrappers of the model share it."""

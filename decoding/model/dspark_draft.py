@@ -104,8 +104,9 @@ class _Layer(nn.Module):
 
 
 def _seen(sight: Sight, mask: Tensor | None, at: Tensor, keys_at: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return the additive mask of a layer's slots, which are at positions ``at``: ``mask``, with keys that the layer
-    cannot see hidden as well.
+    """Return the additive mask of a layer's slots, which are at positions ``at``.
+
+    The result is ``mask``, but also hides the keys that the layer cannot see.
     """
     if sight == Sight():
         return mask

@@ -48,8 +48,8 @@ class Eagle3Config:
     ``norm_before_residual``: the residual stream starts from the normed state. ``norm_before_fc``: one norm over all
     taps. ``fc_norm``: one norm per tap. ``norm_output``: the next step reads the state after the final norm.
 
-    ``sliding_window``: a slot attends to this many slots, including itself; None means to all slots before it.
-    ``qk_norm``: the queries and keys of each head are normed, as in Qwen 3.
+    ``sliding_window``: a slot attends to this many slots, including itself; None means that the slot attends to all
+    slots before it. ``qk_norm``: the queries and keys of each head are normed, as in Qwen 3.
     """
 
     hidden_act: ClassVar[str] = "silu"
@@ -159,7 +159,7 @@ class Eagle3Config:
         }
 
     def named_layers(self) -> dict[str, Any]:
-        """Return the keys of ``config.json`` that name the layers, also default ones."""
+        """Return the keys of ``config.json`` that name the layers, even if these are the default ones."""
         layers = self.target_layer_ids
         return {"eagle_aux_hidden_state_layer_ids": [at + 1 for at in layers], "num_aux_hidden_states": len(layers)}
 
@@ -203,7 +203,7 @@ def read_eagle3_config(folder: Path) -> Eagle3Config:
     try:
         config = _config_of(stored)
         if not config.frequencies()[0].isfinite().all():
-            raise UserError(f"rope_parameters is {config.rope_parameters}, which gives no finite angles")
+            raise UserError(f"rope_parameters is {config.rope_parameters}, which does not lead to finite angles")
         return config
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, StrictDataclassError) as error:
         told = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
@@ -226,11 +226,11 @@ def _config_of(stored: Mapping[str, Any]) -> Eagle3Config:
     uses, types = flat.get("use_sliding_window"), list(flat.get("layer_types") or ())
     slides = types == [SLIDING]
     refused = {
-        f"its layer is neither Llama's nor Qwen 3's but of {style}": style not in _STYLES,
+        f"it has a layer of {style}, not of Llama or Qwen 3": style not in _STYLES,
         f"use_sliding_window is {uses}, but layer_types is {types}": (uses and not types) or (uses is False and slides),
         f"layer_types is {types}": types not in ([], ["full_attention"], [SLIDING]),
         f"its rotary embeddings are {rope['rope_type']}": rope["rope_type"] not in _ROTARY,
-        f"it is {width} wide for a target {of_target} wide": of_target not in (None, width),
+        f"its states have size {width}, but the target's states have size {of_target}": of_target not in (None, width),
         "it reads no states between the target's layers": own.get("use_aux_hidden_state") is False,
     }
     # In a nested file a missing norm_before_residual means false, as speculators reads it; vLLM assumes true.

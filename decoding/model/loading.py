@@ -86,7 +86,7 @@ def load_model(
     model: PreTrainedModel = read[0]
     if missing := sorted(read[1]["missing_keys"]):
         raise UserError(
-            f"the weights of {name} lack {missing[0]}, one of {len(missing)} missing: use a complete folder"
+            f"the weights of {name} lack {missing[0]} (missing tensors: {len(missing)}): use a complete folder"
         )
     if not spread and placed is None:
         model.to(chosen or default_device())  # type: ignore[arg-type]  # transformers' stubs
@@ -109,8 +109,9 @@ def load_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Return the transformers class that builds a config's causal LM; for models of images and text, the class of the
-    whole model.
+    """Return the transformers class that builds a config's causal LM.
+
+    For models of images and text this is the class of the whole model.
     """
     sides = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if sides else AutoModelForCausalLM
@@ -153,7 +154,7 @@ def _that_or_base(folder: Path, pattern: str) -> Path:
     while (base := adapted_model(folder)) is not None and not any(folder.glob(pattern)):
         folder = local_folder(base, weights=False)
         if folder in visited:
-            raise UserError(f"the adapters {base} lead back to themselves as their base model: use the base model")
+            raise UserError(f"the base models of the adapters {base} lead back to these adapters: use a base model")
         visited.append(folder)
     return folder
 

@@ -26,7 +26,7 @@ from decoding.rules.tree import TokenTree, TreeShape
 NODE_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 _FREE_TOKENS = 64  # up to this many tokens a GPU pass takes as long as a pass over one token, so few buckets suffice
 _KEY_BUCKET = 256
-_AHEAD = 2  # number of buckets of keys that are recorded before a text reaches them
+_AHEAD = 2  # number of buckets of keys whose graphs are recorded before a text becomes that long
 
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -53,7 +53,7 @@ def row_bucket(rows: int) -> int:
 
 
 def node_bucket(rows: int, nodes: int) -> int:
-    """Round up each row's ``nodes``: to a power of two up to `_FREE_TOKENS` in all rows, else to a bucket."""
+    """Round up each row's ``nodes`` to a power of two up to `_FREE_TOKENS` in all rows, and otherwise to a bucket."""
     power = 1 << (nodes - 1).bit_length()
     if rows * power <= _FREE_TOKENS:
         return power

@@ -88,7 +88,7 @@ def check_d2t(d2t: Int[Tensor, " outputs"], vocab_size: int, folder: Path, remed
     """Raise UserError unless the tokens of ``d2t`` increase and are below ``vocab_size``."""
     tokens = tokens_of(d2t)
     if not bool((tokens.diff() > 0).all()) or tokens[0] < 0 or tokens[-1] >= vocab_size:
-        raise UserError(f"d2t in {folder} does not give increasing tokens of the target: {remedy}")
+        raise UserError(f"d2t in {folder} does not map the outputs to increasing token ids of the target: {remedy}")
 
 
 def over_vocabulary(

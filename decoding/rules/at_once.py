@@ -1,8 +1,8 @@
 """Acceptance rules for many rows together, computed on the device of the rows without waiting for it.
 
 Each function does the arithmetic of the readable rule in `decoding.rules.verify`, with the same random numbers. Rules
-that reject read the numbers in an order that depends only on the trees, so every node can be decided before the path is
-known. Nodes are numbered across all rows, and each row is padded to ``nodes`` nodes.
+with rejections take the numbers in an order that depends only on the trees, so every node can be decided before the
+path is known. Nodes are numbered across all rows, and each row is padded to ``nodes`` nodes.
 """
 
 from collections.abc import Callable, Iterator, Sequence

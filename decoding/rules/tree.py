@@ -1,8 +1,8 @@
 """Token trees, proposed by a drafter and verified by one target pass; and proposals.
 
-Node 0 is the root: the last emitted token, whose keys and values the target has not computed yet. Every other
-node is a drafted token that follows its parent. A chain is a tree with one branch.
-A drafter passes a proposal to an acceptance rule. It consists of a tree, how the tokens of the tree were chosen, and q.
+Node 0 is the root: the last emitted token, whose keys and values the target has not computed yet. Every other node is a
+drafted token that follows its parent. A chain is a tree with one branch. A drafter passes a proposal to an acceptance
+rule. A proposal consists of a tree, the way in which the tree's tokens were chosen, and q.
 """
 
 import reprlib

@@ -112,7 +112,7 @@ def recursive_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], sou
             ratio = float(p_now[token] / q_now[token])
             assert ratio < math.inf, UNDRAWN
             residual = None if source.accept(ratio) else _residual(p_now, q_now)
-            if residual is None:  # kept, or p = q up to rounding, in which case a rejection has probability 0
+            if residual is None:  # the child is kept; if p = q, a rejection has probability 0
                 accepted = child
                 break
             p_now = residual

@@ -108,7 +108,7 @@ def test_heads_that_are_not_finite_are_neither_read_nor_exported(
         lambda folder: load_heads(folder, tiny_llama),
         lambda folder: export(folder, tmp_path / "out", "heads"),
     ):
-        with pytest.raises(ValueError, match=r"not finite, 1 of 256 values in heads\.1\.lm_head\.weight"):
+        with pytest.raises(ValueError, match=r"not finite \(1 of 256 values in heads\.1\.lm_head\.weight"):
             read(tmp_path / "run")
     assert not (tmp_path / "out").exists()
 
@@ -116,7 +116,7 @@ def test_heads_that_are_not_finite_are_neither_read_nor_exported(
 def test_a_draft_that_is_not_finite_is_neither_read_nor_exported(tmp_path: Path) -> None:
     target = CausalLM(tiny_model(vocab=128))
     break_weights(written_draft(tmp_path / "run"), "model.norm.weight", float("nan"))
-    complaint = r"1 of 16 values in model\.norm\.weight: use an earlier checkpoint"
+    complaint = r"1 of 16 values in model\.norm\.weight\): use an earlier checkpoint"
     with pytest.raises(ValueError, match=complaint):
         load_draft(str(tmp_path / "run"), target, byte_tokenizer())
     with pytest.raises(ValueError, match=complaint):
@@ -157,7 +157,7 @@ def test_a_model_whose_weights_lack_a_tensor_is_not_given_a_random_one(tmp_path:
     tensors = load_file(written_draft(tmp_path) / WEIGHTS_NAME)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / WEIGHTS_NAME, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lack model\.layers\.1\.mlp\.up_proj\.weight, one of 1 missing: use"):
+    with pytest.raises(ValueError, match=r"lack model\.layers\.1\.mlp\.up_proj\.weight \(missing tensors: 1\): use"):
         load_model(str(tmp_path))
 
 
@@ -212,7 +212,7 @@ def test_adapters_of_a_circle_are_refused(names: tuple[str, str], tmp_path: Path
         lambda: stored_fingerprint(folder),
     ]
     for walk in walks:
-        with pytest.raises(ValueError, match="lead back to themselves as their base model"):
+        with pytest.raises(ValueError, match="lead back to these adapters"):
             walk()
 
 
@@ -220,7 +220,7 @@ def test_adapters_of_a_circle_on_the_hub_are_refused(tmp_path: Path, monkeypatch
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/itself"}))
     monkeypatch.setattr("decoding.model.loading.local_folder", lambda name, weights=True: tmp_path)
     for walk in (lambda: load_tokenizer("org/itself"), lambda: model_without_weights(tmp_path, torch.float32)):
-        with pytest.raises(ValueError, match="lead back to themselves as their base model"):
+        with pytest.raises(ValueError, match="lead back to these adapters"):
             walk()
 
 

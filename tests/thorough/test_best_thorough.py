@@ -121,7 +121,7 @@ def test_the_last_weights_are_kept_unless_others_are_better_beyond_their_interva
     weights = checkpointed(content, kept)
     assert provenance["steps"] == kept
     assert all(torch.equal(tensor, weights[f"heads.{name}"]) for name, tensor in heads.items())
-    noted = "step 4 had the best evaluation, 3.000 tokens per target pass, but not beyond its interval over the last"
+    noted = "step 4 had the best evaluation, 3.000 tokens per target pass; the last"
     assert (noted in said) == ("with the best weights" not in said) == (kept == 10)
 
 

@@ -230,7 +230,7 @@ def test_commands_come_through_a_pipe_too_and_behind_exit_nothing_is_asked(targe
 @pytest.mark.parametrize(
     ("questions", "options", "told"),
     [
-        ("/foo bar\nOne?\n", [], "unknown command /foo: /help lists all; a space in front makes it a question"),
+        ("/foo bar\nOne?\n", [], "unknown command /foo: /help lists the commands; a question must not"),
         ("x" * 70000, [], "shorten the question or undo turns"),
         ("One?\n", ["--rule", "recursive", "--temperature", "1", "--drafter", "lookup"], "recursive"),
         ("One?\n", ["--drafter", "lokup"], "no drafter is called 'lokup'"),

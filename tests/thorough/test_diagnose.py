@@ -206,7 +206,7 @@ def test_a_rope_theta_that_only_transformers_5_finds_is_named_first(desk: Desk, 
     rewrite(tmp_path / "served", rope_theta=None)
     fine, printed = diagnosed(desk, **given)
     assert not fine and printed.startswith(f"first difference: {ROPE}\n")
-    assert "lacks rope_theta, so readers of transformers 4's keys use 10000.0 instead of" in printed
+    assert "lacks rope_theta, so programs that read the keys of transformers 4 use 10000.0 instead of" in printed
     assert "remedy: write rope_theta next to rope_parameters" in printed
 
 
@@ -260,7 +260,7 @@ def test_a_server_that_tells_only_the_number_of_tokens_is_compared_by_it(desk: D
     assert fine and "have the same number of tokens" in printed and "--metrics" in printed
     server = replace(no_generation_prompt(desk), **silent)
     fine, printed = diagnosed(desk, server)
-    assert not fine and "as if it lacks the generation prompt" in printed
+    assert not fine and "as if the prompt lacks the generation prompt" in printed
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def test_an_export_of_another_kind_is_refused_before_anything_is_compared(desk: 
     MedusaHeads(MedusaConfig(16, 128)).save_pretrained(tmp_path / "heads")
     with pytest.raises(ValueError, match=r"contains a model, but heads:.* of kind heads: use"):
         diagnosed(desk, speculator=f"heads:{tmp_path / 'heads'}", target="/nowhere/at/all")
-    with pytest.raises(ValueError, match=r"heads contains heads, but draft:.* of kind draft: use the folder"):
+    with pytest.raises(ValueError, match=r"heads contains heads, but draft:.* of kind draft: use the exported folder"):
         diagnosed(desk, exported=tmp_path / "heads", target="/nowhere/at/all")
 
 

@@ -210,14 +210,14 @@ SLIDING = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_at
             {"is_causal": True, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
             "DSpark in flat form; run as trained by vLLM, SGLang, llama.cpp",
         ),
-        (SLIDING, "trained by vLLM, SGLang; llama.cpp has other causality than in training in layers 0, so"),
-        ({"draft_vocab_size": 8}, "trained by vLLM, llama.cpp; SGLang has no d2t"),
+        (SLIDING, "trained by vLLM, SGLang; llama.cpp uses another causality than training in layers 0, so"),
+        ({"draft_vocab_size": 8}, "trained by vLLM, llama.cpp; SGLang does not read d2t"),
         (
             {"markov_rank": 0},
-            "DSpark in flat form; run as trained by vLLM, llama.cpp; SGLang has no DSpark draft without",
+            "DSpark in flat form; run as trained by vLLM, llama.cpp; SGLang does not run a DSpark draft",
         ),
-        ({"target_layer_ids": [1]}, "trained by vLLM; SGLang has no states after the last layer; llama.cpp has no"),
-        ({"markov_head_type": "gated"}, "trained by SGLang; vLLM has no gated Markov head; llama.cpp has no gated"),
+        ({"target_layer_ids": [1]}, "trained by vLLM; SGLang does not read states after the last layer; llama"),
+        ({"markov_head_type": "gated"}, "trained by SGLang; vLLM does not support the gated Markov head; llama"),
         (
             {
                 "rope_parameters": {
@@ -227,16 +227,16 @@ SLIDING = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_at
                     "high_freq_factor": 4.0,
                 }
             },
-            "trained by vLLM, SGLang; llama.cpp has unscaled rotary embeddings instead of llama3",
+            "trained by vLLM, SGLang; llama.cpp does not scale rotary embeddings by llama3",
         ),
         (
             {"speculators_model_type": "dspark", **SLIDING, "sliding_window_non_causal": True},
-            "speculators' nested form; run as trained by llama.cpp; vLLM has other causality than in training "
-            "in layers 0, so fewer tokens are accepted; SGLang has no nested config.json",
+            "speculators' nested form; run as trained by llama.cpp; vLLM uses another causality than training "
+            "in layers 0, so fewer tokens are accepted; SGLang does not read a nested config.json",
         ),
         (
             {"speculators_model_type": "dflash", **SLIDING, "markov_rank": 0, "sample_from_anchor": False},
-            "DFlash in speculators' nested form; run as trained by none; vLLM has other causality than in training in "
+            "DFlash in speculators' nested form; run as trained by none; vLLM uses another causality than training in "
             "layers 0, so",
         ),
         (DEFAULT_TAPS, "EAGLE-3 in flat form; run as trained by vLLM, SGLang, llama.cpp"),
@@ -246,34 +246,34 @@ SLIDING = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_at
         ),
         (
             {**DEFAULT_TAPS, "norm_output": True, "fc_norm": True},
-            "EAGLE-3 in flat form; run as trained by vLLM, SGLang; llama.cpp has no fc_norm, so fewer tokens are "
-            "accepted, no norm_output",
+            "EAGLE-3 in flat form; run as trained by vLLM, SGLang; llama.cpp ignores fc_norm, so fewer tokens are "
+            "accepted, ignores norm_output",
         ),
         (
             {**DEFAULT_TAPS, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}},
-            "EAGLE-3 in flat form; run as trained by SGLang, llama.cpp; vLLM has the states one layer before those in",
+            "EAGLE-3 in flat form; run as trained by SGLang, llama.cpp; vLLM reads the states one layer before the",
         ),
         (
             {**DEFAULT_TAPS, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}},
-            "EAGLE-3 in flat form; run as trained by vLLM, llama.cpp; SGLang has the states one layer after those in",
+            "EAGLE-3 in flat form; run as trained by vLLM, llama.cpp; SGLang reads the states one layer after the",
         ),
         (
             {"eagle_aux_hidden_state_layer_ids": [2, 4], "num_aux_hidden_states": 2},
-            "EAGLE-3 in flat form; run as trained by vLLM; SGLang has the states of the default layers, so fewer "
-            "tokens are accepted; llama.cpp has no draft that reads 2 layers",
+            "EAGLE-3 in flat form; run as trained by vLLM; SGLang reads the states of the default layers, so fewer "
+            "tokens are accepted; llama.cpp does not run a draft that reads 2 layers",
         ),
         (
             {**DEFAULT_TAPS, "speculators_model_type": "eagle3", "norm_before_residual": True},
-            "EAGLE-3 in speculators' nested form; run as trained by vLLM, llama.cpp; SGLang has no nested config.json",
+            "EAGLE-3 in speculators' nested form; run as trained by vLLM, llama.cpp; SGLang does not read a nested",
         ),
         (
             {"eagle_aux_hidden_state_layer_ids": [2, 4], "num_aux_hidden_states": None},
-            "EAGLE-3 in flat form; run as trained by none; vLLM has no draft that reads 2 layers; SGLang",
+            "EAGLE-3 in flat form; run as trained by none; vLLM does not run a draft that reads 2 layers; SGLang",
         ),
         (
             {**DEFAULT_TAPS, "speculators_model_type": "eagle3"},
-            "EAGLE-3 in speculators' nested form; run as trained by llama.cpp; vLLM has norm_before_residual true "
-            "where config.json lacks it, so fewer tokens are accepted; SGLang has no nested config.json",
+            "EAGLE-3 in speculators' nested form; run as trained by llama.cpp; vLLM assumes norm_before_residual "
+            "if config.json lacks it, so fewer tokens are accepted; SGLang does not read a nested config.json",
         ),
     ],
 )

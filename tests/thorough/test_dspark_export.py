@@ -59,7 +59,7 @@ def test_the_folder_is_what_training_wrote_and_its_card_says_what_it_reads(
 ) -> None:
     source, out = trained(tmp_path / "run", target), tmp_path / "out"
     summary = export(source, out, "dspark")
-    assert "read back bit-equal" in summary.compared[0]
+    assert "are bit-equal when read back" in summary.compared[0]
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (source, out))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert read_dspark_config(out) == read_dspark_config(source) and stored_fingerprint(out) == stored_fingerprint(
@@ -223,10 +223,10 @@ def test_a_file_without_its_target_or_for_another_one_is_refused(tmp_path: Path,
     byte_level().save_pretrained(tmp_path / "deeper")
     with pytest.raises(ValueError, match="whose num_target_layers is 3, not 4"):
         export(source, tmp_path / "out", "gguf", target=str(tmp_path / "deeper"))
-    with pytest.raises(ValueError, match=r"needs the tokenizer of the target .* use the target as --target"):
+    with pytest.raises(ValueError, match=r"needs the tokenizer of the target .* name the target with --target"):
         export(source, tmp_path / "out", "gguf", target=str(tmp_path / "missing"))
     (source / "provenance.json").unlink()
-    with pytest.raises(ValueError, match=r"does not name its target, .*: use --target"):
+    with pytest.raises(ValueError, match=r"does not name a target, .*: use --target"):
         export(source, tmp_path / "out", "gguf")
     assert not (tmp_path / "out").exists()
 

@@ -38,8 +38,8 @@ def evaluate(desk: Path, output: Path, *more: str, prompts: str = "questions.jso
 
 
 REFUSED = {
-    "--batch-size 1,8": "--batch-size 8 needs as many questions of one task, but the largest task has 2: raise",
-    "--context 64,253": "--context 253 plus 4 new tokens exceeds the 256 positions of target and drafters",
+    "--batch-size 1,8": "--batch-size 8 needs that many questions of one task, but the largest task has 2: raise",
+    "--context 64,253": "--context 253 plus 4 new tokens exceeds the 256 tokens that target and drafters support",
     "--context 64": "--context 64 needs more text than",
     "--task a,c": "--task is 'c', but",
     '--chat-template-kwargs {"a":1}': "chat_template_kwargs has a, which the chat template does not read: omit it",
@@ -126,7 +126,7 @@ def test_runs_and_report_name_no_local_path(desk: Path, tmp_path: Path) -> None:
 def test_questions_that_do_not_fit_are_left_out_and_counted(desk: Path, tmp_path: Path) -> None:
     (desk / "long.jsonl").write_text(json.dumps({"prompt": "a" * 400}) + "\n" + json.dumps({"prompt": "b"}) + "\n")
     code, said = evaluate(desk, tmp_path, prompts="long.jsonl")
-    assert code == 0 and "1 prompts (1 too long, left out)" in said
+    assert code == 0 and "1 prompts (1 were left out because they are too long)" in said
     assert json.loads((tmp_path / "report.json").read_text())["prompts_left_out"] == 1
     code, said = evaluate(desk, tmp_path / "none", "--limit", "1", prompts="long.jsonl")
-    assert code == 2 and "every prompt plus 4 new tokens exceeds the 256 positions of target and drafters" in said
+    assert code == 2 and "every prompt plus 4 new tokens exceeds the 256 tokens that target and drafters " in said

@@ -280,7 +280,7 @@ def test_without_counters_baseline_or_token_counts_figures_are_dashes_and_said_s
     assert [note.split(":")[0] for note in report["notes"]] == [
         "Only one endpoint was measured, so the speed-up is unknown",
         "The server counted no drafts (greedy, concurrency 1)",
-        "A server does not count the tokens of its answers",
+        "A server did not report how many tokens its answers have",
     ]
     assert "The speed-up is unknown, greedy." in printed
     assert all(note in (tmp_path / "out" / "report.html").read_text() for note in report["notes"])
@@ -301,10 +301,10 @@ def test_endpoints_of_two_models_are_named_and_one_that_changes_its_model_betwee
 ) -> None:
     clock = Clock()
     report, _ = measured(tmp_path, Fake(clock, accepted=(1,)), Fake(clock, names=("large",)))
-    assert report["notes"] == ["The endpoints answered as 'large' and 'tiny': compare servers of one target."]
+    assert report["notes"] == ["The endpoints serve 'large' and 'tiny': compare servers of one target."]
     runs = tmp_path / "out" / "runs-0.jsonl"
     runs.write_text("".join(runs.read_text().splitlines(keepends=True)[:-1]))
-    with pytest.raises(ValueError, match="answered as 'large', then as 'small'"):
+    with pytest.raises(ValueError, match="first served 'large' and then 'small'"):
         measured(tmp_path, Fake(clock), Fake(clock, names=("small",)))
 
 
@@ -318,7 +318,7 @@ def test_a_baseline_that_counts_drafts_is_named(tmp_path: Path) -> None:
     ("script", "complaint"),
     [
         (lambda request: chat("Yes"), "the endpoint does not stream: pass the address"),
-        (Fake(Clock(), names=("tiny", "tiny", "large")), "answered as 'tiny', then as 'large': measure a server"),
+        (Fake(Clock(), names=("tiny", "tiny", "large")), "first served 'tiny' and then 'large': measure a"),
         (lambda request: (200, iter([{"error": {"message": "out of memory"}}])), "out of memory"),
     ],
     ids=["no stream", "another model", "an error"],
@@ -334,7 +334,7 @@ def test_a_server_that_cannot_be_measured_is_one_sentence(tmp_path: Path, script
     ("change", "complaint"),
     [
         ({"drafter": ["lookup"]}, "--drafter does nothing with --endpoint: omit it"),
-        ({"concurrency": (1, 16)}, "--concurrency 16 needs at least as many prompts, but there are 10: raise"),
+        ({"concurrency": (1, 16)}, "--concurrency 16 needs that many prompts, but there are 10: raise"),
         ({"settings": ("typical",)}, "--settings typical does not work with"),
         ({"baseline_endpoint": "http://127.0.0.1:9/v1"}, "--baseline-endpoint is the same as --endpoint"),
         ({"model": None}, "pass it as --model"),

@@ -63,8 +63,8 @@ def test_an_internal_error_keeps_its_traceback_in_a_file_and_debug_prints_it(tmp
     assert done.returncode == ExitCode.INTERNAL_ERROR
     (kept,) = tmp_path.iterdir()
     assert done.stderr == (
-        f"error: internal error, {kind}: no (withheld) here: the traceback is in {kept}, and "
-        "'headstart --debug COMMAND ...' prints it\n"
+        f"error: internal error, {kind}: no (withheld) here: the traceback is in {kept}; "
+        "'headstart --debug COMMAND ...' prints the traceback\n"
     )
     text = kept.read_text()
     assert text.startswith("Traceback") and "run_demo" in text and hidden not in text

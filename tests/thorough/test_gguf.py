@@ -246,10 +246,10 @@ LOWERCASE.backend_tokenizer.normalizer = normalizers.Lowercase()
 @pytest.mark.parametrize(
     ("tokenizer", "complaint"),
     [
-        (WORD_LEVEL, "its model is WordLevel, not BPE"),
-        (LOWERCASE, "it changes texts by Lowercase first"),
+        (WORD_LEVEL, "the tokenizer's model is WordLevel, not BPE"),
+        (LOWERCASE, "the tokenizer changes texts by Lowercase first"),
         (byte_level(split(r"\d+")), r"llama.cpp has no pre-tokenizer that splits by \\d\+:"),
-        (byte_level(pre_tokenizers.Whitespace()), "its pre-tokenizer has a part Whitespace"),
+        (byte_level(pre_tokenizers.Whitespace()), "the pre-tokenizer has a part Whitespace"),
         (byte_level(ignore_merges=True), "llama.cpp has no pre-tokenizer that splits by"),
         (sentencepiece_like([("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")][:3]), "does not merge 'a' and 'bc'"),
         (sentencepiece_like([("ab", "c"), ("a", "b"), ("b", "c"), ("a", "bc")]), "into 'abc' are not consecutive"),

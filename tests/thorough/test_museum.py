@@ -398,7 +398,7 @@ def rolled(name: str) -> Change:
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
 NO_SCALING = {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}, "rope_scaling": None}
-MISREAD = "a significant difference.*; the loop reproduces it with [^,]*"
+MISREAD = "a significant difference.*; our loop reproduces these counts with [^,]*"
 """Up to a comma follow the misreadings that reproduce it best, all of them if they do so equally."""
 ANCHOR, RESIDUAL = (f"{name} the other way" for name in ("sample_from_anchor", "norm_before_residual"))
 MUTANTS: dict[str, tuple[str, Plant, str]] = {
@@ -428,7 +428,7 @@ MUTANTS: dict[str, tuple[str, Plant, str]] = {
     "token ids in d2t": (
         "eagle3",
         written(with_tensors(lambda tensors: tensors["d2t"].add_(torch.arange(len(tensors["d2t"]))))),
-        "d2t in .* does not give increasing tokens",
+        "d2t in .* does not map the outputs to increasing",
     ),
     "a bias by other ids": (
         "dspark",
@@ -456,7 +456,7 @@ MUTANTS: dict[str, tuple[str, Plant, str]] = {
     "heads of another order": (
         "heads",
         written(*[rolled(f"heads.{head}.lm_head.weight") for head in range(3)]),
-        "worse than the most frequent token: .* its tokens have another order",
+        "fewer than the most frequent token: the weights are for another target or another order",
     ),
     "another target": ("eagle3", other_target(quantised=False), "the speculator was trained on another target"),
     "another quantisation of the target": ("dspark", other_target(quantised=True), "was trained on another target"),
@@ -541,7 +541,7 @@ def test_another_target_is_named_by_its_texts(museum: Museum, tmp_path: Path) ->
     (folder / "provenance.json").unlink()
     changes = other_target(quantised=False)(museum, "dspark", tmp_path / "other")
     first, printed = diagnosed(museum, "dspark", speculator=f"dspark:{folder}", **changes)
-    assert "worse than the most frequent token: it fits another target" in first, printed
+    assert "fewer than the most frequent token: the weights are for another target" in first, printed
 
 
 def test_a_folder_of_another_kind_is_refused_before_anything_is_compared(museum: Museum) -> None:

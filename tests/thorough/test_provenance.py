@@ -187,7 +187,7 @@ def test_a_run_that_was_stopped_is_exported_as_its_newest_checkpoint(
     summary = export(tmp_path / "run", tmp_path / "out", "draft")
     place = tmp_path / "run" / "checkpoints" / "step-00000002"
     assert summary.compared[0].startswith(f"made from the checkpoint {place}: weights after step 2 of 4")
-    assert summary.compared[-1].startswith("3 prompts of heldout.jsonl decoded with both")
+    assert summary.compared[-1].startswith("3 prompts of heldout.jsonl, trained and")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
     assert stored_fingerprint(tmp_path / "out") != stored_fingerprint(ran("a draft") / "final")
 
@@ -305,7 +305,7 @@ def test_weights_too_large_for_the_dtype_they_are_written_in_are_not_finished(
     monkeypatch.setattr(loop, "_step", large)
     with pytest.raises(ValueError) as error:
         train(workshop, dtype="fp16")
-    assert "model.safetensors has weights that are not finite, 1 of" in str(error.value)
+    assert "model.safetensors has weights that are not finite (1 of" in str(error.value)
     assert "set dtype to one with a wider range, such as bf16" in str(error.value)
     assert not (workshop / "run" / "final").exists()
 

@@ -135,7 +135,7 @@ def test_a_stale_draft_fits_its_tuned_target_again(straight: Straight) -> None:
     sampled = [report[when]["T=1"]["accepted_per_drafted"]["value"] for when in ("before", "after")]
     assert sampled[0] < 0.05 and sampled[1] > 0.1
     assert json.loads((workshop / "run" / "realigned.json").read_text()) == report and report["heldout_prompts"] == 2
-    assert "the stale draft, tokens per target pass: greedy: 1.00" in said and "chains of 4 drafted tokens" in said
+    assert "tokens per target pass of the stale draft: greedy: 1.00" in said and "chains of 4 drafted tokens" in said
 
     target = CausalLM(load_model(str(workshop / "tuned"), torch.float32))
     draft = load_draft(str(workshop / "run" / "final"), target, load_tokenizer(str(workshop / "tuned")))

@@ -159,7 +159,7 @@ def test_an_answer_that_training_would_refuse_is_set_aside(tmp_path: Path) -> No
     with AnswerFile(tmp_path / "answers.jsonl", {}, {}) as answers:
         answers.add([AnsweredConversation(conversation, (answer_message("half \ud83d"),), 1, truncated=False)])
     (row,) = set_aside(tmp_path)
-    assert row["problem"] == "failed" and "training would reject it: " in row["reason"]
+    assert row["problem"] == "failed" and "training would reject the answer: " in row["reason"]
     assert not (tmp_path / "answers.jsonl").exists()
 
 
@@ -267,7 +267,7 @@ def test_a_damaged_line_is_named_and_said_to_be_answered_again_once_it_is_delete
         (tmp_path / file).write_bytes(content)
     for _ in range(2):  # after an error the file is not locked
         with pytest.raises(
-            ValueError, match=f"{complaint}.*: delete that line; its conversation is then answered again"
+            ValueError, match=f"{complaint}.*: delete the line, and its conversation will be answered again"
         ):
             AnswerFile(path, {}, {})
     assert (tmp_path / file).read_bytes() == content

@@ -295,7 +295,7 @@ def test_a_server_alone_lacks_the_template_and_is_refused(tmp_path: Path) -> Non
     chosen = RegenerateOptions(
         prompts="self:3", output=tmp_path / "a.jsonl", endpoint=["http://127.0.0.1:9/v1"], model="tiny"
     )
-    with pytest.raises(ValueError, match="self-written prompts need --target in both cases"):
+    with pytest.raises(ValueError, match="in both cases self-written prompts need the chat template of a --target"):
         regenerate(chosen)
     with pytest.raises(ValueError, match="--prompt-field does nothing if the target writes the prompts"):
         regenerate(replace(chosen, target="x", prompt_field="question"))

@@ -154,7 +154,7 @@ def test_a_text_is_tokenized_again_where_ids_are_not_told_and_flagged_if_it_does
     target: CausalLM,
 ) -> None:
     with writing(refused_with("ids", choice(text="\x03\x04")), target) as writer:
-        assert not writer.takes_ids and writer.source == "texts alone, tokenized again here"
+        assert not writer.takes_ids and writer.source == "only texts, which are tokenized again here"
         (text,) = writer.write([(1, 2)], 2, False, 0)
         assert text.tokens == (3, 4) and (writer.retold, writer.unlike) == (1, 0)
     with writing(lambda request: choice(text="é"), target) as writer:

@@ -200,7 +200,7 @@ def test_the_text_side_of_a_model_of_images_is_decoded_and_trained_on(family: st
 )
 def test_a_prompt_with_images_is_refused_and_parts_of_text_are_one(kinds: list[str], found: str) -> None:
     message = {"role": "user", "content": [{"type": kind, "text": "a"} for kind in kinds]}
-    with pytest.raises(ValueError, match=f"^row 1: a message has parts of type {found}, not only text: omit it"):
+    with pytest.raises(ValueError, match=f"^row 1: a message has parts of type {found}, not only text: omit the"):
         check_messages([message], "row 1")
     texts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert check_messages([{**message, "content": texts}], "row 1") == [{"role": "user", "content": "ab"}]

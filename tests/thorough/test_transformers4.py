@@ -88,5 +88,5 @@ def test_what_version_4_has_no_words_for_is_written_for_version_5_with_a_warning
     assert "rope_theta" not in read_json(tmp_path / "config.json")
     olmo3 = Olmo3Config(num_hidden_layers=1).to_dict()
     olmo3["rope_parameters"] = {"full_attention": olmo3["rope_parameters"]}
-    with pytest.raises(ValueError, match="one rotary embedding for all layers of a olmo3, but it has several"):
+    with pytest.raises(ValueError, match="version 4 supports only one rotary embedding for all layers of a olmo3"):
         config_for_both(Olmo3Config, olmo3)

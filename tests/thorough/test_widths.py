@@ -64,8 +64,8 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gap_that_the_width_of_a_pass_can_change_is_rounding() -> None:
     server = CachingServer(gap=0.1, shift=0.3)
     finding = found(server)
-    assert finding.status == "ok" and "writes 8 of these 9 tokens; the others are up to 0.1 below" in finding.found
-    assert "by up to 0.3, and its best token at 2 of 3 places: the texts differ by rounding" in finding.found
+    assert finding.status == "ok" and "8 of these 9 tokens; the scores of the others are up to 0.1" in finding.found
+    assert "by up to 0.3, and the best token changes at 2 of 3 places: the texts differ by rounding" in finding.found
     assert server.widths[:10] == [3, *[1] * 9], "the prompt, and each token alone"
     assert sorted([server.widths[10:14], server.widths[14:]]) == [[3, 1, 4, 4], [3, 2, 4]], "up to places 9 and 6"
 
@@ -84,7 +84,7 @@ def test_a_gap_beyond_what_the_width_changes_is_a_fault() -> None:
 def test_texts_that_the_server_writes_without_a_draft_have_nothing_to_explain() -> None:
     server = CachingServer(gap=0.1)
     finding = found(server, EngineText(PROMPT, (*[1] * 9, 0)))  # all end tokens count as equal
-    assert finding.status == "ok" and "itself writes 9 of these 9 tokens; 4 tokens at a time change" in finding.found
+    assert finding.status == "ok" and "also writes 9 of these 9 tokens; passes over 4 tokens change" in finding.found
 
 
 @pytest.mark.parametrize(

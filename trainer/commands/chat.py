@@ -189,7 +189,7 @@ class Chat:
             self.left = True
         else:
             raise UserError(
-                f"unknown command {command.split()[0]}: /help lists all; a space in front makes it a question"
+                f"unknown command {command.split()[0]}: /help lists the commands; a question must not begin with /"
             )
 
     def _answer(self, question: str) -> None:

@@ -17,7 +17,7 @@ class DiagnoseOptions(shared.ModelOptions):
         str,
         Argument(help="heads:PATH, draft:PATH,tokens=4, dspark:PATH or eagle3:PATH; or the folder of a run or export."),
     ]
-    prompts: Annotated[str, Option(metavar="FILE", help=f"{shared.PROMPTS_HELP}; preferably held out.")]
+    prompts: Annotated[str, Option(metavar="FILE", help=f"{shared.PROMPTS_HELP} per line; preferably held out.")]
     exported: Annotated[
         Path | None, Option(metavar="FOLDER", help="Folder that the server loads; by default the folder of SPECULATOR.")
     ] = None
@@ -58,7 +58,8 @@ class VerifyOptions(shared.ModelOptions):
     draws: Annotated[int, Option(min=1, help="Short texts to draw after each of two prompts.", hidden=True)] = 500
     seed: shared.Seed = 0
     dtype: Annotated[
-        str, Option(metavar="TYPE", help=f"{shared.DTYPE_HELP} Use the server's type; fp32 detects most.", hidden=True)
+        str,
+        Option(metavar="TYPE", help=f"{shared.DTYPE_HELP} Use the type of the server, fp32 if possible.", hidden=True),
     ] = "fp32"
     json: shared.JsonFile = None
     junit: Annotated[
@@ -78,12 +79,12 @@ class DoctorOptions:
         list[str] | None,
         Option(
             metavar=shared.SPEC,
-            help="Drafter to check with the target; a DSpark or EAGLE-3 draft also alone; repeatable; "
+            help="Drafter to check with the target; a DSpark or EAGLE-3 draft needs no target; repeatable; "
             f"{shared.DRAFTERS}.",
         ),
     ] = None
     dtype: Annotated[
-        str, Option(metavar="TYPE", help="Type of the weights in later use: fast, bf16, fp16 or fp32.")
+        str, Option(metavar="TYPE", help="Type in which you will use the weights: fast, bf16, fp16 or fp32.")
     ] = "fast"
     decode: Annotated[
         bool | None,

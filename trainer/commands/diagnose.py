@@ -61,7 +61,7 @@ def _check(options: DiagnoseOptions) -> SpeculatorName:
         if (kind := kind_of(held)) != named.kind:
             raise UserError(
                 f"{held} contains {_HELD[kind]}, but {options.speculator} is of kind {named.kind}",
-                f"use the folder of its export, or call it {kind}:{named.path}",
+                f"use the exported folder, or write {kind}:{named.path}",
             )
     return named
 
@@ -112,7 +112,7 @@ def _reader(metrics: str) -> Callable[[], str]:
     def read() -> str:
         if not _is_address(metrics):
             if not Path(metrics).is_file():
-                raise UserError(f"--metrics {metrics} is neither a file nor an address", "name one of them")
+                raise UserError(f"--metrics {metrics} is neither a file nor an address", "use a file or an address")
             return Path(metrics).read_text(encoding="utf-8", errors="replace")
         try:
             with urlopen(metrics, timeout=_PAGE_SECONDS) as page:

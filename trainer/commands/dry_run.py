@@ -180,7 +180,7 @@ def _table(recipe: AnyRecipe, job: Job, parameters: Mapping[str, int], times: _T
     output = Path(recipe.output).absolute()
     free = shutil.disk_usage(next(path for path in (output, *output.parents) if path.exists())).free
     rows = [("trained parameters", part, f"{count:,}") for part, count in parameters.items()]
-    many = f"{section.steps:,} x {section.batch_size} = {sequences:,}, {share:.2f} times all rows"
+    many = f"{section.steps:,} x {section.batch_size} = {sequences:,}, which is {share:.2f} times all rows"
     rows += [("data", "sequences", many), ("data", "tokens trained", f"about {share * tokens:,.0f}")]
     best = ", and the best weights of each" * (recipe.evaluation.keep == "best")
     name = f"{recipe.checkpoint.keep + 1} checkpoints, one of them in progress{best}"

@@ -178,16 +178,16 @@ def _fitting(asker: Asker, config: EvaluationConfig, models: LoadedModels) -> As
     room = longest - config.max_new_tokens
     if too_far := [context for context in config.contexts if context is not None and context > room]:
         raise UserError(
-            f"--context {min(too_far)} plus {config.max_new_tokens} new tokens exceeds the {longest} positions of "
-            f"target and drafters: use at most {room}"
+            f"--context {min(too_far)} plus {config.max_new_tokens} new tokens exceeds the {longest} tokens that "
+            f"target and drafters support: use at most {room}"
         )
     if None not in config.contexts:
         return asker
     kept = [question for index, question in enumerate(asker.questions) if len(asker.prompt(index)) <= room]
     if not kept:
         raise UserError(
-            f"every prompt plus {config.max_new_tokens} new tokens exceeds the {longest} positions of target and "
-            "drafters: lower --max-new-tokens, or cut the prompts with --context"
+            f"every prompt plus {config.max_new_tokens} new tokens exceeds the {longest} tokens that target and "
+            "drafters support: lower --max-new-tokens, or cut the prompts with --context"
         )
     return replace(asker, questions=kept)
 
@@ -197,8 +197,8 @@ def _check_filled(asker: Asker, config: EvaluationConfig, prompts: str) -> None:
     for size in config.batch_sizes:
         if (largest := max(len(wave.questions) for wave in waves_of(asker.tasks, size))) < size:
             raise UserError(
-                f"--batch-size {size} needs as many questions of one task, but the largest task has {largest}: raise "
-                f"--limit, or use at most {largest}"
+                f"--batch-size {size} needs that many questions of one task, but the largest task has {largest}: "
+                f"raise --limit, or use at most {largest}"
             )
     for context in filter(None, config.contexts):
         lengths = [len(asker.prompt(index, context)) for index in range(len(asker.questions))]

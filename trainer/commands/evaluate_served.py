@@ -63,7 +63,7 @@ def run_evaluate_served(
     questions = chosen_questions(every, options, Process(0, 1, watched))
     if len(questions) < max(options.concurrency):
         raise UserError(
-            f"--concurrency {max(options.concurrency)} needs at least as many prompts, but there are {len(questions)}",
+            f"--concurrency {max(options.concurrency)} needs that many prompts, but there are {len(questions)}",
             "raise --limit, or lower --concurrency",
         )
     addresses = {SERVED: options.endpoint, PLAIN: options.baseline_endpoint}
@@ -108,7 +108,7 @@ def run_evaluate_served(
     )
     answered_as = sorted({model for model in models.values() if model is not None})
     if len(answered_as) > 1:
-        note = f"The endpoints answered as {' and '.join(map(repr, answered_as))}: compare servers of one target."
+        note = f"The endpoints serve {' and '.join(map(repr, answered_as))}: compare servers of one target."
         report = replace(report, notes=(*report.notes, note))
     publish(report, options.output, console)
     return report
@@ -177,7 +177,7 @@ class _Session:
             self.model = self.model or model
             if model != self.model:
                 raise UserError(
-                    f"the endpoint answered as {self.model!r}, then as {model!r}",
+                    f"the endpoint first served {self.model!r} and then {model!r}",
                     "measure a server that does not change its model",
                 )
         shares = shares_of_time([(answer.begin, answer.end) for answer in answers])

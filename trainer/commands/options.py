@@ -55,7 +55,7 @@ class EvaluateOptions(shared.ModelOptions):
         Option(
             metavar="NAME,...",
             parser=shared.names,
-            help="fixed: drafts of fixed size; adaptive: drafts as in `generate` by default.",
+            help="fixed: every draft has the same size; adaptive: the size is chosen as in `generate`.",
             hidden=True,
         ),
     ] = ("fixed", "adaptive")
@@ -88,7 +88,7 @@ class DecodingOptions(shared.ModelOptions):
     stop: shared.Stop = None
     chat_template_kwargs: shared.TemplateKwargs = None
     seed: Annotated[
-        int | None, Option(help="Seed that repeats a text; drafts then have a fixed size.", hidden=True)
+        int | None, Option(help="Seed that repeats a text; it also fixes the size of drafts.", hidden=True)
     ] = None
 
 
@@ -129,7 +129,7 @@ class PlanOptions(shared.ModelOptions):
     """Options of `headstart plan`."""
 
     prompts: Annotated[
-        str, Option(metavar="FILE", help=f"{shared.QUESTIONS_HELP} Best held out and like the prompts in later use.")
+        str, Option(metavar="FILE", help=f"{shared.QUESTIONS_HELP} Use held-out prompts that resemble later ones.")
     ]
     output: Annotated[Path, Option(metavar="FOLDER", help="Folder for plan.json.")]
     drafter: Annotated[
@@ -143,7 +143,7 @@ class PlanOptions(shared.ModelOptions):
     chat_template_kwargs: shared.TemplateKwargs = None
     limit: Annotated[int, Option(min=1, help="Number of prompts.")] = 24
     max_new_tokens: Annotated[int, Option(min=2, help="Longest continuation, in tokens.")] = 96
-    temperature: Annotated[float, Option(min=0, help="Sampling temperature in later use; 0 is greedy.")] = 0.0
+    temperature: Annotated[float, Option(min=0, help="Sampling temperature of later decoding; 0 is greedy.")] = 0.0
     batch_size: Annotated[
         Sequence[int], Option(metavar="N,...", parser=shared.whole_numbers, help="Texts decoded at a time.")
     ] = (1, 8)
@@ -179,10 +179,9 @@ class ExportOptions:
             "draft; eagle3, speculators or gguf for an EAGLE-3 draft.",
         ),
     ]
-    report: Annotated[Path | None, Option(metavar="FILE", help="report.json of these weights, for the card.")] = None
+    report: Annotated[Path | None, Option(metavar="FILE", help="report.json of an evaluation, for the card.")] = None
     plan: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="plan.json of these weights, for the tree to store and the servers' draft depths."),
+        Path | None, Option(metavar="FILE", help="plan.json with the tree to store and the depths for servers.")
     ] = None
     target: Annotated[
         str | None, Option(metavar="MODEL", help=f"{shared.TARGET_HELP}; by default the target that the run recorded.")
@@ -246,8 +245,8 @@ class RegenerateOptions(shared.LoadingOptions):
         str,
         Option(
             metavar="FILE",
-            help=f"{shared.PROMPTS_HELP} or conversation; or ORG/NAME on the Hub; or a known set "
-            "(docs/how-to/data.md); or self:2000 to let the target write them.",
+            help=f"{shared.PROMPTS_HELP} or conversation per line; or ORG/NAME on the Hub; or a known "
+            "set (docs/how-to/data.md); or self:2000 to let the target write the prompts.",
         ),
     ]
     output: Annotated[Path, Option(metavar="FILE", help=".jsonl file for the answers; existing answers are kept.")]
@@ -293,12 +292,10 @@ class RealignOptions:
         str, Option(metavar="MODEL", help=f"{shared.TARGET_HELP} after tuning; the whole model or its LoRA adapters.")
     ]
     draft: Annotated[str, Option(metavar="MODEL", help="Hub id or folder of the stale draft, which is not changed.")]
-    prompts: Annotated[str, Option(metavar="FILE", help=f"{shared.PROMPTS_HELP}; like the prompts in later use.")]
-    output: Annotated[
-        Path, Option(metavar="FOLDER", help="Folder of the run; it gets realigned.json and the draft in final/.")
-    ]
+    prompts: Annotated[str, Option(metavar="FILE", help=f"{shared.PROMPTS_HELP} per line, like later prompts.")]
+    output: Annotated[Path, Option(metavar="FOLDER", help="Folder for realigned.json and, in final/, the draft.")]
     temperature: Annotated[
-        float, Option(help="Temperature of the training answers; use the one of later decoding; 0 is greedy.")
+        float, Option(help="Temperature of the training answers, equal to that of later decoding; 0 is greedy.")
     ] = 0.0
     max_new_tokens: shared.MaxNewTokens = 256
     steps: Annotated[int, Option(min=1, help="Training steps.")] = 200

@@ -88,7 +88,7 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
         wide(console).print(break_even_table(plan), published_table(plan))
         say(wide(console), *advice(plan), *(f"{NAMES[k]} left out: {why}" for k, why in plan["left_out"].items()))
     if plan["prompts_left_out"]:
-        say(console, f"{plan['prompts_left_out']} prompts left out: they exceed the positions of target or drafters")
+        say(console, f"{plan['prompts_left_out']} prompts are too long for the target or a drafter and were left out")
     say(console, f"written: {options.output / 'plan.json'}")
     return plan
 
@@ -149,7 +149,7 @@ def asked_or_planned(
 ) -> Sequence[str]:
     """Return the specs of the ``given`` drafters, or of the plan in ``path``; for plain decoding there are none.
 
-    ``temperatures`` and ``batch_sizes`` are those of the texts that will be decoded. Prints to ``notes`` why the plan
+    ``temperatures`` and ``batch_sizes`` describe the texts that will be decoded. Prints to ``notes`` why the plan
     may fit badly. Raises UserError if both drafters and a plan are set, or if the plan has another target, drafter or
     dtype.
     """
@@ -165,7 +165,7 @@ def asked_or_planned(
     choices = {size: plan.choice(size) for size in batch_sizes}
     if unplanned := [str(size) for size in batch_sizes if size not in plan.batch_sizes]:
         known = ", ".join(map(str, plan.batch_sizes))
-        remarks.append(f"{path} has batch sizes {known}: {', '.join(unplanned)} uses the nearest")
+        remarks.append(f"{path} has batch sizes {known}; batch size {', '.join(unplanned)} uses the nearest of these")
     if slow := [str(size) for size, choice in choices.items() if choice is None]:
         gain = f"{LEAST_GAIN - 1:.0%} over plain decoding at batch size {', '.join(slow)}"
         remarks.append(f"{path} found no drafter that gains {gain}")

@@ -83,7 +83,7 @@ def _realign(options: RealignOptions, recipe: DraftRecipe, console: Console, wat
     split_prompts(options)
     before = _measure(options, recipe, options.draft, watched)
     summary = "; ".join(f"{name}: {estimate(named['tokens_per_pass'])}" for name, named in before.figures.items())
-    say(console, f"the stale draft, tokens per target pass: {summary}")
+    say(console, f"tokens per target pass of the stale draft: {summary}")
     recipe = recipe_of(options, before.positions)
     for name in (_PROMPTS, _CHOOSING):
         run_regenerate(_questions(options, recipe, name), console)
@@ -214,8 +214,8 @@ def _measure(options: RealignOptions, recipe: DraftRecipe, name: str, console: C
     positions = min((m.max_positions for m in (target, drafter) if m.max_positions is not None), default=1 << 30)
     if positions < _PROMPT_TOKENS + room:
         raise UserError(
-            f"max_new_tokens is {room}, but with {_PROMPT_TOKENS} tokens of prompt that exceeds the {positions} "
-            "positions of target and draft: lower it"
+            f"max_new_tokens is {room}, but with {_PROMPT_TOKENS} tokens of prompt this exceeds the {positions} "
+            "tokens that target and draft support: lower max_new_tokens"
         )
     heldout = read_heldout(options.output / _HELDOUT, recipe.data.prompt_field, None, tokenizer, positions, room)
     prompts = [prompt for _, prompt in heldout]

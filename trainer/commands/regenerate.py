@@ -193,10 +193,10 @@ Backends = tuple[Backend, dict[str, Any], tuple[UserTurn, Backend] | None]
 def _backend(options: RegenerateOptions, wanted: SelfWritten | None) -> Backends:
     """Return the requested backends.
 
-    With an endpoint, a target is needed only for its chat template, if it writes prompts.
+    With an endpoint, a target is needed only if it writes the prompts, and then only for its chat template.
     """
     if options.target is None if wanted else (options.target is None) == (options.endpoint is None):
-        more = "; self-written prompts need --target in both cases, for its chat template" if wanted else ""
+        more = "; in both cases self-written prompts need the chat template of a --target" if wanted else ""
         raise UserError(
             f"use one source of answers: --target to decode in this process, or --endpoint with --model{more}"
         )

@@ -43,7 +43,7 @@ def _numbers(text: Any, kind: type[Number], wanted: str) -> Sequence[Number]:
 
 # --- recipes ----------------------------------------------------------------------------------------------------------
 
-Overrides = Annotated[list[str] | None, Argument(help="Values that replace the recipe's, each as section.key=value.")]
+Overrides = Annotated[list[str] | None, Argument(help="Changes to the recipe, each as section.key=value.")]
 
 # --- the target -------------------------------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ DTYPE_HELP = "Type of the target's weights: bf16, fp16, fp32, or fast (bf16 if t
 Dtype = Annotated[str, Option(metavar="TYPE", help=DTYPE_HELP, hidden=True)]
 Trusted = Annotated[bool, Option(help="Run code that comes with a Hub model.", hidden=True)]
 BatchInvariant = Annotated[
-    bool, Option(help="Make bf16 and fp16 texts equal to plain decoding, also in batches; slower.", hidden=True)
+    bool, Option(help="Write the texts of plain decoding even in bf16 and fp16; slower.", hidden=True)
 ]
 
 
@@ -95,9 +95,9 @@ Rule = Annotated[
 
 QUESTIONS_HELP = ".jsonl or .parquet file of prompts."
 """Help for prompts that `decoding.measure.questions` reads."""
-PROMPTS_HELP = ".jsonl file, one prompt per line"
+PROMPTS_HELP = ".jsonl file with one prompt"
 PromptField = Annotated[
-    str | None, Option(metavar="NAME", help="Field of the prompt; by default found by its name.", hidden=True)
+    str | None, Option(metavar="NAME", help="Field that contains the prompt; by default, a known name.", hidden=True)
 ]
 TemplateKwargs = Annotated[
     str | None,

@@ -88,9 +88,9 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, UserError):
         return sentence
     kept = _kept_traceback()
-    where = f"the traceback is in {kept}, and " if kept else ""
+    where = f"the traceback is in {kept}; " if kept else ""
     kind = f"internal error, {type(error).__name__}: " if code == ExitCode.INTERNAL_ERROR else ""
-    return f"{kind}{sentence}: {where}'headstart --debug COMMAND ...' prints it"
+    return f"{kind}{sentence}: {where}'headstart --debug COMMAND ...' prints the traceback"
 
 
 def _kept_traceback() -> str | None:
@@ -202,5 +202,5 @@ def _epilog(options: Any, examples: Sequence[str]) -> str:
     shown = f"\b\nExample{'s' if len(examples) > 1 else ''}:\n{lines}"  # \b: keep the line breaks
     hints = get_type_hints(options, include_extras=True)
     rare = [f"--{field.replace('_', '-')}" for field, hint in hints.items() if hint.__metadata__[0].hidden]
-    more = f"More options, in docs/reference/commands.md: {', '.join(rare)}"
+    more = f"More options are described in docs/reference/commands.md: {', '.join(rare)}"
     return f"{shown}\n\n\b\n{textwrap.fill(more, 76, break_on_hyphens=False)}" if rare else shown

@@ -146,9 +146,9 @@ def _tokens_of(writer: "ServedWriter") -> Finding:
     if not writer.takes_ids:
         sentence += "; it does not accept token ids, so texts were sent"
     if writer.retold:
-        sentence += f"; tokenizing again changed {writer.unlike} of {writer.retold} texts, so its tokens are uncertain"
+        sentence += f"; tokenizing again changed {writer.unlike} of {writer.retold} texts: their tokens are uncertain"
     if writer.refused_controls:
-        sentence += f"; it does not accept {' or '.join(writer.refused_controls)}, so its own values may apply"
+        sentence += f"; it does not accept {' or '.join(writer.refused_controls)}, so it may use its own values"
     names = ("source", "takes_ids", "refused_controls", "retold", "unlike")
     figures = {name: getattr(writer, name) for name in names}
     return Finding("tokens", "problem" if writer.unlike else "ok", sentence, figures=figures)

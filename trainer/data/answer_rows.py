@@ -47,7 +47,7 @@ class RowFile:
                 except ValueError as error:
                     raise UserError(
                         f"{path}, line {number} is damaged ({first_line(error)})",
-                        "delete that line; its conversation is then answered again",
+                        "delete the line, and its conversation will be answered again",
                     ) from error
                 self._note(row, line, counts=drops is None or not drops(row))
         if self._end < path.stat().st_size:

@@ -135,8 +135,8 @@ class AnswerFile:
             return
         first = self._set_aside.first()
         raise UserError(
-            f"nothing was answered: all {len(self._set_aside.offsets)} conversations were set aside, the one of line "
-            f"{first['row']} because: {first['reason']}; {self.set_aside_path} lists all reasons"
+            f"nothing was answered: all {len(self._set_aside.offsets)} conversations were set aside. In line "
+            f"{first['row']} the reason was: {first['reason']}; {self.set_aside_path} lists all reasons"
         )
 
     def _judged(self, outcome: Outcome) -> Outcome:
@@ -154,7 +154,7 @@ class AnswerFile:
         except UserError as error:
             if outcome.answer_tokens is not None:  # perhaps the text is usable without the tokens
                 return self._judged(replace(outcome, answer_tokens=None, prompt_tokens=None))
-            return FailedConversation(conversation, "failed", f"training would reject it: {error}")
+            return FailedConversation(conversation, "failed", f"training would reject the answer: {error}")
         return outcome
 
 

@@ -143,7 +143,7 @@ class TranscriptEncoder:
             examples.append(Example((*prompt, *tokens), trained, len(prompt)))
         if not isinstance(written, list) or not len(examples) == len(indices) == len(written):
             raise UserError(
-                f"{where}: {ANSWER_TOKENS} does not contain the tokens of each answer under this tokenizer",
+                f"{where}: with this tokenizer the field {ANSWER_TOKENS} does not spell each answer",
                 "regenerate the answers with this target, or remove the field",
             )
         return tuple(example for example, index in zip(examples, indices, strict=True) if is_trained(messages[index]))
@@ -196,8 +196,8 @@ class ChatTemplate:
 
     A template with ``{% generation %}`` marks says which tokens are the assistant's. Without marks, the prompt for an
     answer is compared with the conversation that includes the answer; the difference is the answer. Some templates
-    write earlier turns differently once later turns follow (Qwen3 omits their thinking). With such a template each
-    answer has a separate sequence: the text that the target saw when it wrote the answer.
+    write a turn differently when later turns follow (Qwen3 omits its thinking). With such a template each answer has a
+    separate sequence: the text that the target saw when it wrote the answer.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class ChatTemplate:
         return encoded
 
     def _by_marks(self, messages: Messages, where: str) -> list[Marked]:
-        """Return one sequence, or one per answer if the template writes answers differently once others follow."""
+        """Return one sequence, or one per answer if the template writes an answer differently when others follow."""
         whole = self._marked(messages, where)
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if len(answers) == 1:
@@ -296,7 +296,7 @@ class ChatTemplate:
             tokens, trained = marked[number]
             if tokens[: before.end] != before.tokens[: before.end]:
                 raise UserError(
-                    f"{where}: the chat template rewrites earlier answers once a later one follows, so no sequence is "
+                    f"{where}: the chat template rewrites an answer when a later answer follows, so no sequence is "
                     "what the target saw: use conversations with one answer, or another template in data.chat_template"
                 )
             marked[number] = Marked(tokens, (False,) * before.end + trained[before.end :])
@@ -331,7 +331,7 @@ class ChatTemplate:
             answered = self._render(messages[: index + 1])
             if not answered.startswith(asked):
                 raise UserError(
-                    f"{where}: the chat template rewrites the text before an answer once the answer follows, so the "
+                    f"{where}: the chat template rewrites the text before an answer when the answer follows, so the "
                     "answer's tokens cannot be found: set data.chat_template to a template file with marks; there, "
                     f"{ADVICE}"
                 )
@@ -367,7 +367,7 @@ class ChatTemplate:
             return
         amount, wrong = ("all", "the prompt would be trained too") if any(trained) else ("none", "nothing is trained")
         raise UserError(
-            f"{where}: the chat template marks {amount} of {len(trained)} tokens as the assistant's, so {wrong}: "
+            f"{where}: the chat template marks {amount} of {len(trained)} tokens as the assistant's text, so {wrong}: "
             f"{shorten(self._template, 160, placeholder=' ...')}",
             ADVICE,
         )

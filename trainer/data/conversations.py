@@ -98,7 +98,7 @@ def opening_of(row: Row, section: DataSection) -> tuple[tuple[Message, ...], Too
     fields, where = row.fields(), row.where
     messages = prompt_of(fields, section.prompt_field, where).messages
     if (section.answer_field or find_answer(fields)) in fields or any(m["role"] == "assistant" for m in messages):
-        raise UserError(f"{where}: the row has an answer: use prompts alone, or an answer to each")
+        raise UserError(f"{where}: the row has an answer: use rows without answers, or rows that all have one")
     return _turns(messages, where)[0], tools_of(fields, where)
 
 
@@ -193,7 +193,7 @@ class OpenConversation:
         return turn
 
     def goes_on(self, answers: Sequence[Message], spelled: bool = False) -> bool:
-        """Return True if a turn is left, and the last answer made the calls whose recorded results begin this turn.
+        """Return True if a turn is left, and its recorded tool results belong to calls that the last answer made.
 
         With ``spelled`` the calls are part of the text of an answer, so the text must contain the names of the
         functions.
@@ -219,7 +219,7 @@ def answer_message(content: str, **unspoken: Any) -> Message:
 
 
 def is_empty(answer: Message) -> bool:
-    """Return True for an answer without text, reasoning and tool calls."""
+    """Return True for an answer that has no text, no reasoning and no tool calls."""
     return not answer["content"].strip() and not UNSPOKEN & answer.keys()
 
 

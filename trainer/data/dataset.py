@@ -78,7 +78,7 @@ class Dataset:
         if account.truncated:
             parts.append(f"{account.truncated:,} cut at {self.max_length} tokens")
         if account.skipped:
-            parts.append(f"{account.skipped:,} skipped with nothing to train in {self.max_length} tokens")
+            parts.append(f"{account.skipped:,} skipped because {self.max_length} tokens reach no trained token")
         if account.bad_rows:
             parts.append(f"{account.bad_rows:,} bad rows skipped")
         if self.packed:
@@ -101,7 +101,7 @@ def load_dataset(
     for error in account.named:
         _LOGGER.warning("skipped: %s", error)
     for field, count in account.ignored.items():
-        remedy = "set data.chat_template to a template that does not"
+        remedy = "set data.chat_template to a template that shows the field"
         _LOGGER.warning("%s rows have %s, which the chat template ignores: %s", f"{count:,}", field, remedy)
     if account.unread:
         _LOGGER.warning("%s", report_unread(path, account.unread))

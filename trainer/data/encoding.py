@@ -122,7 +122,8 @@ def encoded_rows(
     processes: int,
     ends: Sequence[int] = (),
 ) -> Iterator[tuple[list[list[Example]], Account]]:
-    """Yield `RowEncoder.encode_all` of up to ``max_rows`` rows, in groups, in order.
+    """Encode up to ``max_rows`` rows in groups, and yield the result of `RowEncoder.encode_all` for each group in
+    order.
 
     At most one process per core is started. The number of processes does not affect the sequences.
     """

@@ -80,7 +80,7 @@ class RowSource:
     """
     files: tuple[Path, ...] = ()
     hub: Iterable[dict[str, Any]] | None = None
-    """The rows of a hub data set; then ``files`` is empty."""
+    """The rows of a hub data set, for which ``files`` is empty."""
     commit: str | None = None
     """The commit of a streamed hub data set."""
 

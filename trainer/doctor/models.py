@@ -53,7 +53,7 @@ _TRAINED_ON_IT = "use weights that were trained on this target"
 
 
 class Skeleton(NamedTuple):
-    """A model without weights (on the meta device, in the dtype it will be loaded in), and its tokenizer."""
+    """A model without weights (on the meta device, in the dtype of later loading), and its tokenizer."""
 
     name: str
     folder: Path
@@ -77,7 +77,10 @@ def attempt(check: str, work: Callable[[], Finding], remedy: str) -> Finding:
 
 
 def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Finding], Skeleton | None]:
-    """Read a model without its weights; return None after a problem. Raises UserError if the name does not exist."""
+    """Read a model without its weights; return None if there is a problem.
+
+    Raises UserError if the name does not exist.
+    """
     folder = local_folder(name, weights=False)
     built: list[Skeleton] = []
 
@@ -237,22 +240,22 @@ def layout_findings(spec: DrafterSpec) -> list[Finding]:
 
     def layout() -> Finding:
         stored = read_object(folder / CONFIG_NAME, _COPY)
-        remedy = "headstart export, with --format dspark or gguf, writes what a server runs as trained, or says why not"
+        remedy = "headstart export --format dspark or gguf writes a draft that servers run as trained, if possible"
         if weights == "dspark draft":
             config = read_dspark_config(folder)
             kind, lost = "DFlash" if config.is_dflash else "DSpark", lost_in_servers(config, stored)
         else:
             kind, lost = "EAGLE-3", lost_of_eagle3(read_eagle3_config(folder), stored)
             remedy = (
-                "headstart export --format eagle3 writes the flat form; all three servers run a plain Llama layer that "
-                "reads the default three layers, without flags or a window"
+                "headstart export --format eagle3 writes the flat form; in this form all three servers run a plain "
+                "Llama layer that reads the default three layers and has no flags or window"
             )
         form = "speculators' nested form" if "speculators_model_type" in stored else "flat form"
         right = [server for server, problems in lost.items() if not problems]
         sentence = f"{kind} in {form}; run as trained by {', '.join(right) or 'none'}"
         if len(right) == len(lost):
             return ok("layout", sentence)
-        wrong = [f"{server} has {', '.join(problems)}" for server, problems in lost.items() if problems]
+        wrong = [f"{server} {', '.join(problems)}" for server, problems in lost.items() if problems]
         return note("layout", "; ".join([sentence, *wrong]), remedy)
 
     return [attempt("layout", layout, _COPY)]
@@ -286,7 +289,7 @@ def _dspark(name: str, folder: Path, target: Skeleton, bytes_of: list[int]) -> F
     config.check_fits(target.model)
     bytes_of.append(sum(prod(tensor.shape) for tensor in header.values()) * target.model.dtype.itemsize)
     taps = ", ".join(map(str, config.target_layer_ids))
-    return ok("draft", f"{config.block_size} tokens per forward pass, from the target's states after layers {taps}")
+    return ok("draft", f"{config.block_size} tokens per forward pass; reads the target's states after layers {taps}")
 
 
 def _eagle3(name: str, folder: Path, target: Skeleton, bytes_of: list[int]) -> Finding:
@@ -297,7 +300,7 @@ def _eagle3(name: str, folder: Path, target: Skeleton, bytes_of: list[int]) -> F
     bytes_of.append(sum(prod(tensor.shape) for tensor in header.values()) * target.model.dtype.itemsize)
     taps, tokens = ", ".join(map(str, config.target_layer_ids)), config.draft_vocab_size
     return ok(
-        "draft", f"EAGLE-3 for {tokens} of {config.vocab_size} tokens, from the target's states after layers {taps}"
+        "draft", f"writes {tokens} of {config.vocab_size} tokens and reads the target's states after layers {taps}"
     )
 
 

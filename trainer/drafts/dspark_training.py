@@ -97,7 +97,7 @@ class Labels(NamedTuple):
     """The labels of a batch. Blocks that predict the same token of a text share a label."""
 
     text: Int[Tensor, " groups"]
-    """Index of the previous token in the flattened batch; from its state at this token the target predicts the label.
+    """Index of the previous token in the flattened batch; from the state at this token the target predicts the label.
     """
     groups: LabelGroups
     slots: Int[Tensor, " rows"]

@@ -95,7 +95,7 @@ def _started(
             )
         check_same_tokenizer(tokenizer, load_tokenizer(init.from_model, trust_remote_code))
         model = load_model(init.from_model, torch.float32, target.device, trust_remote_code)
-        remedy = "use an earlier checkpoint of it, or another draft"
+        remedy = "use an earlier checkpoint of that model, or another draft"
         check_finite(dict(model.named_parameters()), f"draft.init.from_model, {init.from_model},", remedy)
         return model
     if init.from_config is not None:
@@ -123,8 +123,8 @@ def draft_from_target(
 ) -> PreTrainedModel:
     """Make a model of some of the target's layers, in the target's dtype on the CPU.
 
-    ``layers`` lists them in order, negative numbers counting from the end; or is their number, evenly spaced from the
-    first to the last (1: the first).
+    ``layers`` is either a list of layers in order, in which negative numbers count from the end, or a number of layers,
+    which are evenly spaced from the first to the last (1 means the first).
     """
     if getattr(target, "hf_quantizer", None) is not None:
         raise UserError(
@@ -205,7 +205,7 @@ def draft_from_config(
     """Make a model of the target's architecture with random weights (torch's global seed), in fp32 on the CPU.
 
     ``changes`` are the config keys that differ from the target's. If the number of layers changes, lists with an entry
-    per layer take evenly spaced entries of the target's.
+    per layer take evenly spaced entries of the target's lists.
     """
     base = target.config.get_text_config(decoder=True)
     known = {*(base.to_dict().keys() - PreTrainedConfig().to_dict().keys()), *base.attribute_map, "tie_word_embeddings"}
@@ -246,7 +246,9 @@ def _heads_that_follow(base: PreTrainedConfig, changes: Mapping[str, Any]) -> di
 
 
 def check_reads(draft: CausalLM, target: CausalLM, key: str, examples: Sequence[Example], longest: int) -> None:
-    """Reject a draft, given by the recipe's ``key``, that cannot read the data's tokens or ``longest`` of them."""
+    """Reject a draft that cannot read the data's tokens, or texts of ``longest`` tokens; ``key`` names it in the
+    recipe.
+    """
     if draft.max_positions is not None and draft.max_positions < longest:
         raise UserError(
             f"the draft from {key} reads at most {draft.max_positions} tokens, but texts here have up to {longest}: "

@@ -43,7 +43,7 @@ def read_provenance(source: Path) -> Provenance | None:
     path = source / PROVENANCE_NAME
     if not path.is_file():
         return None
-    remedy = "the trainer writes it: copy it again from the training run, or remove it"
+    remedy = "the trainer writes this file: copy it again from the training run, or remove it"
     stored = read_object(path, remedy)
     for key in _OBJECTS:
         stored[key] = stored.get(key) or {}
@@ -172,7 +172,7 @@ def copy_target(source: Path, folder: Path) -> str:
     _, mismatched, unreadable = filecmp.cmpfiles(source, folder, names, shallow=False)
     if wrong := [*mismatched, *unreadable]:
         raise UserError(f"{folder / wrong[0]} differs from its original after copying: export again")
-    return f"{len(names)} files of the adapted target read back bit-equal"
+    return f"{len(names)} files of the adapted target are bit-equal when read back"
 
 
 def write_companions(folder: Path, source: Path, report: dict[str, Any] | None) -> None:

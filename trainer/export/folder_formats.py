@@ -64,7 +64,7 @@ def write_heads(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
         shared_lm_head=config.shared_lm_head,
         markov_rank=config.markov_rank,
     )
-    return artefact, (f"{len(state)} tensors and the tree read back bit-equal",)
+    return artefact, (f"{len(state)} tensors and the tree are bit-equal when read back",)
 
 
 def heads_readers(task: ExportTask, target: CausalLM) -> Readers:
@@ -94,7 +94,7 @@ def write_draft_model(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     _check_same_tokenizer(tokenizer, read_tokenizer, folder)
     compared = f"{len(model.state_dict())} tensors, the logits of a {_PROBE_LENGTH}-token probe and the tokenizer"
     artefact = describe_model(model, task.format, str(model.dtype).removeprefix("torch."))
-    return artefact, (f"{compared} read back bit-equal",)
+    return artefact, (f"{compared} are bit-equal when read back",)
 
 
 def draft_readers(task: ExportTask, target: CausalLM) -> Readers:
@@ -225,7 +225,7 @@ def write_state_draft(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     draft.save_pretrained(task.folder)
     content, config = read_object(path, _AGAIN), draft.config
     if isinstance(config, Eagle3Config) and config.target_layer_ids:
-        content |= config.named_layers()  # named even if they are the defaults, which depend on the depth of the target
+        content |= config.named_layers()  # even default layers are named: defaults depend on the target's depth
     artefact = describe_state_draft(draft, task.format, content["dtype"])
     if nests:
         content = nested(content, artefact.method, artefact.at_once or chain_length(task.source), task.target)
@@ -236,7 +236,7 @@ def write_state_draft(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
         raise UserError(f"the config in {task.folder} differs from what was written: {_AGAIN}")
     trained = draft.state_dict()
     check_bit_equal(trained, read.state_dict().items(), task.folder)
-    remarks = [f"{len(trained)} tensors and the config read back bit-equal"]
+    remarks = [f"{len(trained)} tensors and the config are bit-equal when read back"]
     if isinstance(config, DSparkConfig) and config.draft_vocab_size is not None:
         remarks.append(
             f"the draft writes {config.draft_vocab_size:,} of {config.vocab_size:,} tokens; llama.cpp loads such "

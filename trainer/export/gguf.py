@@ -113,15 +113,15 @@ def _write_state_draft(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     Raises UserError if the target cannot be read or does not fit the draft.
     """
     if task.target is None:
-        raise UserError(f"{task.source} does not name its target, and a GGUF file needs its tokenizer: use --target")
+        raise UserError(f"{task.source} does not name a target, whose tokenizer a GGUF file needs: use --target")
     draft, trusted = stored_draft(task.source), task.trust_remote_code
     try:
         model = model_without_weights(local_folder(task.target, weights=False), torch.float32, trusted)
         target, tokenizer = CausalLM(model), load_tokenizer(task.target, trusted)
     except UNREADABLE as error:
         raise UserError(
-            f"the file needs the tokenizer of the target {task.target}, which cannot be read ({reason(error)}): use "
-            "the target as --target"
+            f"the file needs the tokenizer of the target {task.target}, which cannot be read ({reason(error)}): "
+            "name the target with --target"
         ) from error
     if isinstance(draft, Eagle3Draft):
         draft.config = draft.config.for_target(target)

@@ -43,7 +43,10 @@ _OTHER_PROGRAM = "serve it with a program that reads transformers folders, such 
 
 
 def metadata_of(model: PreTrainedModel) -> dict[str, Any]:
-    """Return GGUF's keys for the model's sizes and rotary embeddings; raise UserError if llama.cpp would misread it."""
+    """Return GGUF's keys for a model's sizes and rotary embeddings.
+
+    Raises UserError if llama.cpp would misread the model.
+    """
     config = model.config
     if config.model_type not in ARCHITECTURES:
         raise UserError(

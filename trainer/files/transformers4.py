@@ -63,7 +63,7 @@ def config_for_both(kind: type[PreTrainedConfig], stored: Mapping[str, Any]) -> 
     both = _with_older_keys(stored)
     before, after = _as_read(kind, stored), _as_read(kind, both)
     if differing := [key for key, value in before.items() if after.get(key) != value]:
-        raise UserError(f"with their keys added, transformers 5 reads {differing[0]} as {after.get(differing[0])!r}")
+        raise UserError(f"with the keys of version 4, version 5 reads {differing[0]} as {after.get(differing[0])!r}")
     return both
 
 
@@ -82,10 +82,10 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     if all(isinstance(value, dict | None) for value in rope.values()):  # one set of parameters for each type of layer
         if family not in _LOCAL:
-            raise UserError(f"they support one rotary embedding for all layers of a {family}, but it has several")
+            raise UserError(f"version 4 supports only one rotary embedding for all layers of a {family}")
         local, rope = rope.get("sliding_attention") or {}, rope.get("full_attention") or {}
         if local.get("rope_type", "default") != "default":
-            raise UserError(f"they do not support the rope_type {local['rope_type']!r} in sliding layers")
+            raise UserError(f"version 4 does not support the rope_type {local['rope_type']!r} in sliding layers")
         keys["rope_local_base_freq"] = local.get("rope_theta")
     theta, share = _NAMES.get(str(family), ("rope_theta", "partial_rotary_factor"))
     keys[theta] = rope.get("rope_theta")

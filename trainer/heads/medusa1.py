@@ -122,7 +122,7 @@ class MedusaTraining(nn.Module):
             tokens=self.heads.output_tokens,
         )
         if own is None:
-            assert inputs.lm_head is not None, "heads without an lm_head need the target's"
+            assert inputs.lm_head is not None, "heads without an lm_head need the lm_head of the target"
             loss: FusedLoss = read(features, inputs.lm_head)
         else:
             loss = own(features, read=read)
@@ -188,7 +188,7 @@ def with_sharing(section: HeadsSection, model: PreTrainedModel) -> tuple[HeadsSe
     shared = section.shared_lm_head
     if shared is None:
         shared = share >= _LARGE if section.init is None else read_config(local_folder(section.init)).shared_lm_head
-    size = f"lm_heads of their own {'would ' * shared}have {share:.0%} of the target's size"
+    size = f"separate lm_heads {'would ' * shared}have {share:.0%} of the target's size"
     said = f"the heads {'share' if shared else 'do not share'} the target's lm_head: {size} (heads.shared_lm_head)"
     return section.model_copy(update={"shared_lm_head": shared}), said
 

@@ -191,7 +191,7 @@ class Medusa2Objective:
         fit_tree(self.heads, target, texts(), self._section.tree_nodes)
 
     def save(self, folder: Path) -> None:
-        """Write the heads, and write the target with the adapters merged in to ``target/``."""
+        """Write the heads; merge the adapters into the target, and write the target to ``target/``."""
         decoding_copy(self.heads, self._dtype).save_pretrained(folder)
         merged = merged_weights(self.module.model)
         write_model(base_of(self.module.model), self._tokenizer, folder / TARGET_FOLDER, merged)

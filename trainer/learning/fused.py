@@ -272,7 +272,10 @@ class _Outputs:
 
 
 def _gradient(q: Tensor, outputs: Tensor | None, pull: Float[Tensor, "rows outcomes"]) -> Tensor:
-    """Return the gradient, (rows, outputs). ``outputs``: those of the outcomes, possibly repeated; None: all."""
+    """Return the gradient, (rows, outputs).
+
+    ``outputs``: the outputs of the outcomes, possibly repeated; None means all outputs.
+    """
     gradient = q * pull.sum(-1, keepdim=True)
     return gradient.sub_(pull) if outputs is None else gradient.scatter_add_(1, outputs, -pull)
 

@@ -29,7 +29,10 @@ class LabelGroups(NamedTuple):
     """The rows of hidden states by label: each label is predicted by a group of one or more consecutive rows."""
 
     ends: Int[np.ndarray, " groups"]
-    """The number of rows up to and including each group; on the host, because chunk sizes must not wait for a GPU."""
+    """The number of rows up to and including each group.
+
+    It is on the host, because chunk sizes must not wait for a GPU.
+    """
     of_rows: Int[Tensor, " rows"]
     """The group of each row, in increasing order."""
 
@@ -303,7 +306,7 @@ class SampledTailTeacher(NamedTuple):
     with Σ p' = 1. ``acceptance``, which is a function of such a sum, converges as P falls or n grows. If the draft can
     write only some tokens, the value of ``forward_kl`` also converges, but its gradient does not. Sparse Logit Sampling
     (2503.16870) explains the bias of top-k alone. The ``known`` logits, the sampled ones last, are already divided by
-    ``temperature``, which must equal the loss's.
+    ``temperature``, which must equal the temperature of the loss.
     """
 
     known: KnownLogits

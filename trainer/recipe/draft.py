@@ -298,7 +298,7 @@ class DraftRecipe(CommonRecipe):
             )
         if not self.features.keep_target:
             raise UserError(
-                "features.keep_target=false works for heads only, because such a draft uses parts of its target at "
+                "features.keep_target=false works for heads only, because this kind of draft uses its target at "
                 "every step: set it to true"
             )
         return self

@@ -61,7 +61,7 @@ def _parsed(overrides: Sequence[str]) -> list[tuple[str, str]]:
 def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> list[dict[Any, Any]]:
     """Return the contents of a file and its bases, the lowest base first; ``base`` is relative to the file's folder."""
     if path.resolve() in above:
-        raise UserError(f"{path} is its own base, through {len(above)} recipes: use another base")
+        raise UserError(f"the bases of {path} lead back to it, through {len(above)} recipes: use another base")
     try:
         content = read_yaml(path.read_text(encoding="utf-8"))
     except ValueError as error:  # UnicodeDecodeError is a ValueError

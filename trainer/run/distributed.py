@@ -18,7 +18,7 @@ from trainer.recipe.common import TrainingSection
 
 
 def check_launch(accelerator: Accelerator, section: TrainingSection) -> None:
-    """Raise UserError if a recipe does not fit its launch. Call this before loading a model, which it does not need."""
+    """Raise UserError if a recipe does not fit the way the run was launched. Call this before a model is loaded."""
     processes = accelerator.num_processes
     if section.batch_size % (section.micro_batch_size * processes):
         raise UserError(

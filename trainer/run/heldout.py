@@ -35,7 +35,7 @@ CRITERION = "tokens_per_pass"
 class Evaluator:
     """The real decoding loop, which decodes the same prompts with the same seeds in the same batches every time.
 
-    Batches are dealt over the accelerator's processes (None: one process). All processes must call each method
+    Batches are distributed over the accelerator's processes (None: one process). All processes must call each method
     together, and all get the same result. The result does not depend on the number of processes: each prompt keeps its
     seed and its batch, because in bf16 the other texts in a batch can decide near-ties.
     """
@@ -185,8 +185,8 @@ class Watch:
         difference = conclusion(ratio_of_rates(pairs))
         if difference.kind != "real":
             self._log.note(
-                f"step {best.progress.step} had the best evaluation, {best.figure:.3f} tokens per target pass, but not "
-                f"beyond its interval over the last step's {last.figures[CRITERION]:.3f} ({difference.text}): "
+                f"step {best.progress.step} had the best evaluation, {best.figure:.3f} tokens per target pass; the "
+                f"last step has {last.figures[CRITERION]:.3f}. The difference may be chance ({difference.text}), so "
                 "the last weights are kept"
             )
             return progress

@@ -227,7 +227,7 @@ def _over_states(
         )
     kind = rotary_of(target.model).get("rope_type", "default")
     if kind not in ("default", *SCALED, *(["llama3"] if section.eagle3 else [])):
-        process.say(f"the draft's rotary embeddings are not scaled like the target's ({kind}), for llama.cpp's sake")
+        process.say(f"the draft's rotary embeddings are not scaled, because llama.cpp cannot scale them by {kind}")
     states = OnlineTarget(target.model)
     if recipe.features is not None:
         store = ensure_features(target, examples, recipe.features, process, config.target_layer_ids)

@@ -183,7 +183,7 @@ class Log:
 
 
 def _is_repeated(line: str, step: int, evaluates: bool) -> bool:
-    """Return True for a line without figures, and for a line that a run that resumes at ``step`` writes again."""
+    """Return True for a line without figures, and for a line that will be written again after a resume at ``step``."""
     try:
         row = json.loads(line)
         evaluation = any(name.startswith("heldout/") for name in row)

@@ -41,7 +41,7 @@ def gather_weights(module: nn.Module, engine: Any = None, keep: bool = True) -> 
 def gather_moments(
     module: nn.Module, optimizers: Sequence[Optimizer], engine: Any = None, keep: bool = True
 ) -> Tensors:
-    """Return the optimizers' state under keys ``{parameter} {name}``; arguments as in `gather_weights`."""
+    """Return the optimizers' state under keys ``{parameter} {name}``; the arguments are as in `gather_weights`."""
     if engine is not None:
         return _gathered(_zero_moments(module, engine), keep)
     names: dict[Tensor, str] = {parameter: name for name, parameter in trained_parameters(module).items()}

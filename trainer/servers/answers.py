@@ -71,7 +71,8 @@ def read_completion(sent: str | bytes) -> Completion:
 def completion_of(response: Any, streamed: bool = False) -> Completion:
     """Return the completion in a response, or in the joined events of a stream; raise UserError if there is none.
 
-    Streams of llama.cpp leave out the ids of tokens that end inside a character. Incomplete ids count as none.
+    Streams of llama.cpp leave out the ids of tokens that end inside a character. If ids are missing, the completion has
+    no token ids at all.
     """
     choices = response.get("choices") if isinstance(response, dict) else None
     choice = choices[0] if isinstance(choices, list) and choices else None

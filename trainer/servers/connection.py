@@ -175,7 +175,8 @@ class Connection:
         return urlsplit(self.address).netloc.rpartition("@")[2]
 
     def fatal(self, error: APIError) -> UserError | None:
-        """Return the error if every request would fail (wrong key, model or address, or a redirect); else None.
+        """Return the error if every request would fail (wrong key, model or address, or a redirect), and otherwise
+        None.
 
         Raise it ``from None``, because the server may echo the key, and a traceback would show it.
         """

@@ -82,8 +82,8 @@ def _of(check: str, differences: Sequence[Difference], otherwise: str, **figures
 def compare_settings(target: CausalLM, target_folder: Path, served: Path, trained: Path, longest: int) -> Finding:
     """Compare rope, windows and positions in the configs of target and draft; heads lack these settings.
 
-    ``target_folder`` contains the target, ``served`` is the folder that the server reads, ``trained`` the folder that
-    is decoded with here. ``longest`` is the longest text of the replay, in tokens.
+    ``target_folder`` contains the target, ``served`` is the folder that the server reads, and ``trained`` is the folder
+    with which we decode here. ``longest`` is the longest text of the replay, in tokens.
     """
     kind, read = kind_of(served), ["the target's"]
     differences: list[Difference] = [*misread_keys(read[0], read_object(target_folder / "config.json", _REMEDY))]
@@ -105,14 +105,15 @@ def _other_target(target_folder: Path, trained: Path) -> list[Difference]:
     wanted = trained_for(trained)
     if wanted is None or (stored := stored_fingerprint(target_folder)) == wanted:
         return []
-    remedy = "pass the target that it was trained on, or train it again on this one"
+    remedy = "pass the target of that training, or train the speculator on this target"
     return [(f"the speculator was trained on another target ({wanted}; this one is {stored})", remedy)]
 
 
 def _other_settings(target: CausalLM, served: Path, trained: Path) -> list[Difference]:
-    """Return the settings that differ between served and trained config, as their loaders read them.
+    """Compare the settings that the loader reads from the served and from the trained config; return those that differ.
 
-    Trees of DSpark drafts are ignored because servers draft chains, and the target's depth because no server reads it.
+    Trees of DSpark drafts are ignored, because servers draft chains. The target's depth is ignored, because no server
+    reads it.
     """
     theirs, ours = dict[str, Any](), dict[str, Any]()
     try:
@@ -140,7 +141,7 @@ def _other_settings(target: CausalLM, served: Path, trained: Path) -> list[Diffe
 def compare_vocabularies(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, served: Path, trusted: bool = False
 ) -> Finding:
-    """Compare vocabulary size, tokenizer and trimmed lm_head of the served heads or draft with the target."""
+    """Compare the vocabulary size, tokenizer and trimmed lm_head of the served heads or draft with the target."""
     stored, known = _config_of(served), target.vocab_size
     size = stored.get("vocab_size")
     differences: list[Difference] = []
@@ -155,7 +156,7 @@ def compare_vocabularies(
         except UserError as error:
             differences.append((error.message, error.remedy or _REMEDY))
         differences += trimmed(stored)
-    return _of(VOCABULARY, differences, f"both have {size} tokens", target=known, speculator=size)
+    return _of(VOCABULARY, differences, f"target and speculator have {size} tokens", target=known, speculator=size)
 
 
 if TYPE_CHECKING:
@@ -271,7 +272,7 @@ def _ask(
     if temperature > 0:  # greedy requests keep the server's defaults, so that its penalties show in the text
         controls = served.taken_controls(sent[0])
         refused = [name for name in CONTROLS if name not in controls]
-        note = f" (it rejects {' and '.join(refused)}, so its defaults may apply)" if refused else ""
+        note = f" (the server rejects {' and '.join(refused)}, so its defaults may apply)" if refused else ""
     before = find_counts(page(), served.served.model)
     requests = [
         CompletionRequest(prompt, replay.config.max_new_tokens, temperature, seed=seed, controls=controls)
@@ -315,13 +316,16 @@ def _explained(replay: Replay, draft: Draft, counted: ServerCounts, finding: Fin
         return finding
     nearest = [name for name in same if same[name] == min(same.values())]
     others = sorted(same.keys() - set(nearest), key=lambda name: (same[name], name))
-    told = f"{finding.found}; the loop reproduces it with {' or '.join(nearest)}"
+    told = f"{finding.found}; our loop reproduces these counts with {' or '.join(nearest)}"
     told += f", less closely with {' or '.join(others)}" if others else ""
     return replace(finding, found=told, remedy=remedy_of(nearest, _MISREAD.format(" or ".join(nearest))))
 
 
 def _loop_acceptance(replay: Replay, counted: ServerCounts, sampled: bool) -> LoopAcceptance:
-    """Decode the prompts in the real loop. The chain is as long as the server's, else as the spec says."""
+    """Decode the prompts in the real loop.
+
+    The chain is as long as the server's chain or, if that is unknown, as the spec says.
+    """
     counts = counted.counts
     per_draft = round(counts.drafted / counts.drafts) if counts.drafts and counts.drafted else None
     tokens = replay.speculator.chain_length(counts.tokens or replay.speculator.named.tokens or per_draft)

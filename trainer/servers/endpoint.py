@@ -181,7 +181,7 @@ class EndpointBackend:
             first, there = self._first = self._first or (model, host)
             if model != first:
                 raise UserError(
-                    f"{host} answered as {model!r}, but {there} as {first!r} before; finished answers are saved",
+                    f"{host} serves {model!r}, but before {there} served {first!r}; finished answers are saved",
                     "pass endpoints that serve the same model",
                 )
 

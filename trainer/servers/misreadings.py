@@ -36,9 +36,9 @@ Predictions = Iterator[tuple[int, Int[Tensor, " labels"], Float[Tensor, "labels 
 """For each depth (from 0): tokens of a text, and the logits that predict them."""
 
 _TOKENS = 4
-"""Tokens at a time that are compared if the weights draft any number."""
+"""Number of tokens at a time to compare if the weights can draft any number."""
 _Z = 4.0
-"""Standard errors beyond which a misreading fits better; several are tried."""
+"""Number of standard errors beyond which a misreading counts as a better fit; several misreadings are tried."""
 _THETAS = (1e4, 5e5, 1e6)
 _ROTARY = ("default", "linear", "llama3", "yarn")
 _PARTS: Mapping[str, tuple[str, nn.Module | None]] = {
@@ -46,7 +46,7 @@ _PARTS: Mapping[str, tuple[str, nn.Module | None]] = {
     "no norm_before_fc": ("input_norm", None),
     "no fc_norm": ("fc_norm", nn.ModuleList()),
 }
-"""Misreading -> the part that it leaves out, and what takes its place."""
+"""Maps each misreading to the part that it leaves out and to the value that takes the part's place."""
 FP16, _FP32 = "fp16 arithmetic", "fp32 arithmetic"
 
 
@@ -208,7 +208,7 @@ def _with_config(draft: Draft, target: CausalLM, **changes: Any) -> Draft:
 
 
 def remedy_of(names: Collection[str], otherwise: str) -> str:
-    """Return the remedy of misreadings; ``otherwise`` is that of a config that is read in another way."""
+    """Return the remedy of misreadings; ``otherwise`` is the remedy for a config that is read in another way."""
     narrow = "serve the draft in bf16 or fp32: its states exceed the range of fp16"
     return narrow if {FP16, _FP32} & set(names) else otherwise
 
@@ -222,18 +222,18 @@ def misread(check: str, target: CausalLM, weights: Weights, texts: Sequence[Sequ
         return None
     labels, tokens = guesses(weights, target, texts)
     hits, most_frequent, shares = labels == tokens, labels == labels.bincount().argmax(), dict[str, float]()
-    told = f"its top-1 is right for {hits.float().mean():.1%} of {len(labels):,} tokens of the target's texts"
+    told = f"the likeliest token is right in {hits.float().mean():.1%} of {len(labels):,} places of the target's texts"
     for name, other in () if isinstance(weights, MedusaHeads) else other_readings(weights, target):
         theirs = labels == guesses(other, target, texts)[1]
         if _fits_better(theirs, hits) and theirs.sum() > most_frequent.sum():
             shares[name] = float(theirs.float().mean())
     if shares:
         best = max(shares, key=lambda name: shares[name])
-        remedy = f"it was trained with {best}: write that in its config.json, or train it as its config says"
-        return problem(check, f"{told}, but {shares[best]:.1%} with {best}", remedy_of([best], remedy))
+        remedy = f"the draft was trained with {best}: correct its config.json, or train the draft as its config says"
+        return problem(check, f"{told}, but in {shares[best]:.1%} with {best}", remedy_of([best], remedy))
     if _fits_better(most_frequent, hits):
-        remedy = "pass the target that it was trained on, or train it on this one"
-        told += ", worse than the most frequent token: it fits another target, or its tokens have another order"
+        remedy = "pass the target of the training, or train on this target"
+        told += ", fewer than the most frequent token: the weights are for another target or another order of tokens"
         return problem(check, told, remedy)
     return None
 

@@ -27,7 +27,7 @@ TOP_1 = "the draft's top-1"
 _DRAFT_TOKENS = 4
 _KINDS = {"heads": "heads", "draft": "draft", "draft-tree": "draft", "dspark": "dspark"}
 _KINDS |= {"eagle3": "eagle3", "eagle3-tree": "eagle3"}
-"""Drafter's name -> kind of its weights."""
+"""Maps names of drafters to the kinds of their weights."""
 _LEAST = 0.98
 """If fewer top-1 tokens than this share are equal, the weights differ: rounding to bf16 changes fewer tokens."""
 _WEIGHTS = "model.safetensors"
@@ -59,7 +59,7 @@ class Speculator(NamedTuple):
         return self.chain(1).max_positions
 
     def chain_length(self, wanted: int | None) -> int:
-        """Return ``wanted``, but at most what the weights can draft; for None return that maximum (4 without one)."""
+        """Return ``wanted``, but at most what the weights can draft; None means this maximum (4 if there is none)."""
         most = depths_of(self.weights)
         return wanted or _DRAFT_TOKENS if most is None else min(wanted or most, most)
 

@@ -75,7 +75,7 @@ def compare_rendered(
             told = f"the server reads {server.length} tokens in a prompt of {len(prompt.ids)} tokens"
             likely = [(name, remedy) for name, remedy, ids in _variants(prompt, tokenizer) if len(ids) == server.length]
             if len(likely) == 1:
-                return problem(TEMPLATE, f"{told}, as if it {likely[0][0]}", likely[0][1])
+                return problem(TEMPLATE, f"{told}, as if the prompt {likely[0][0]}", likely[0][1])
             return problem(TEMPLATE, told, "compare chat template, system prompt and thinking mode with the server's")
         compared += server.length is not None
     if not compared:
@@ -130,10 +130,10 @@ def _explained(prompt: HeldOutPrompt, server: tuple[int, ...], tokenizer: PreTra
         added = server[index : len(server) - len(rest)]
         return (
             f"the server adds {len(added)} tokens to the prompt, {str(tokenizer.decode(list(added)))!r}: {where}",
-            "train with this system prompt, or send the one from training (an empty system message, or another "
-            "--chat-template)",
+            "train with this system prompt, or send the system prompt of the training (an empty system message, or "
+            "another --chat-template)",
         )
-    return (f"the server renders the prompt differently: {where}", "serve the training's tokenizer and chat template")
+    return f"the server renders the prompt differently: {where}", "serve the tokenizer and chat template of training"
 
 
 TEXT = "the target's greedy text"
@@ -144,7 +144,7 @@ _OTHER_END = (
 _OTHER_DTYPE = "load the target in the server's dtype (--dtype), or serve it in fp32 to compare"
 _OTHER_MODEL = (
     "serve exactly the target that the speculator was trained for: same revision, no other adapter or quantisation, "
-    "no penalties in the server's generation config; 'headstart verify' tells whether a server only rounds differently"
+    "no penalties in the server's generation config; 'headstart verify' says whether a server only rounds differently"
 )
 
 
@@ -241,7 +241,7 @@ class Scorer(NamedTuple):
 
 
 def rounding_or_rule(scorer: Scorer, texts: Sequence[EngineText], width: int, ends: Sequence[int]) -> Finding:
-    """Score greedy texts one token and ``width`` tokens at a time, and judge where they depart from the first.
+    """Score greedy texts in passes over one token and over ``width`` tokens, and judge the differences.
 
     A difference is a token that is not the best of its place in passes over one token. Rounding explains it if two
     conditions are met. Its gap to the best token is at most the largest change of a gap between two tokens that the
@@ -266,10 +266,12 @@ def rounding_or_rule(scorer: Scorer, texts: Sequence[EngineText], width: int, en
         return undecided(CHECK, f"the server does not score its texts without a draft, so this stays open: {error}")
     widest, most = max(gaps, default=0.0), max(changes, default=0.0)
     passed, equal = widest <= most <= _MOST_ROUNDING, places - len(gaps)
-    told = f"without a draft, a token at a time, the server itself writes {equal:,} of these {places:,} tokens"
+    told = f"in passes over one token, without a draft, the server also writes {equal:,} of these {places:,} tokens"
     if gaps:
-        told += f"; the others are up to {widest:.3g} below its best"
-    told += f"; {width} tokens at a time change gaps between its tokens by up to {most:.3g}, and its best token at "
+        told += f"; the scores of the others are up to {widest:.3g} below the best score"
+    told += (
+        f"; passes over {width} tokens change gaps between scores by up to {most:.3g}, and the best token changes at "
+    )
     verdict = "the texts differ by rounding, not by the rule" if passed else "the rule, or its cache, is wrong"
     told += f"{turned} of {len(changes):,} places: {verdict}"
     figures = {"texts": len(texts), "places": places, "differences": len(gaps), "widest_gap": widest, "width": width}

@@ -13,7 +13,7 @@ from trainer.servers.client import ServedModel
 from trainer.servers.counters import find_counts
 from trainer.servers.texts import Scorer, rounding_or_rule
 
-Source = Literal["token ids", "token ids with the log-probabilities", "texts alone, tokenized again here"]
+Source = Literal["token ids", "token ids with the log-probabilities", "only texts, which are tokenized again here"]
 
 _SCORED_TEXTS = 16
 """Number of texts with a fault that a server is asked to score; scoring takes one request per token."""
@@ -57,7 +57,7 @@ class ServedWriter:
             told = self._answer(prompt, 1)
             self.source = "token ids with the log-probabilities"
             if _ids_of(told) is None:
-                self._logprobs, self.source = None, "texts alone, tokenized again here"
+                self._logprobs, self.source = None, "only texts, which are tokenized again here"
 
     def write(
         self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int

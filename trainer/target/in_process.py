@@ -37,7 +37,7 @@ class TargetBackend:
 
     Every run of a command decodes the same groups of conversations, so a killed and restarted run writes the same
     answers, bit for bit: in bf16 the other texts of a batch can decide near-ties. A group whose first conversation has
-    index i uses the seeds seed + i, seed + i + 1, …, and others in later turns.
+    index i uses the seeds seed + i, seed + i + 1, …, and other seeds in later turns.
     """
 
     def __init__(

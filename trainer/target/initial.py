@@ -1,12 +1,12 @@
 """What new heads and drafts take from target and data: the tokens that they write, and fitted first weights.
 
 First weights of heads and Markov biases are fitted by least squares to the target's own states. An lm_head predicts
-well from inputs that resemble the target's own last states. Therefore this regression is already a speculator:
-y = A_k x + a_k + T[b] for head k, where y is the state from which the target predicts a token, x is the state that the
-head reads, and b is the token before the predicted one. Measured on SmolLM2-135M-Instruct, its acceptance at the first
-token is 0.35 after one pass over 58,000 tokens, where 90 steps of gradient descent from the identity reach 0.27.
-Training starts from there. T is the same for all heads; of rank r, it is a `decoding.model.markov.MarkovBias` once the
-lm_head has been applied.
+well from inputs that resemble the target's own last states. Therefore this regression is already a speculator: y = A_k
+x + a_k + T[b] for head k, where y is the state from which the target predicts a token, x is the state that the head
+reads, and b is the token before the predicted one. Measured on SmolLM2-135M-Instruct, its acceptance at the first token
+is 0.35 after one pass over 58,000 tokens, where 90 steps of gradient descent from the identity reach 0.27. Training
+starts from there. T is the same for all heads. If its rank is r, it becomes a `decoding.model.markov.MarkovBias` when
+the lm_head is applied.
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ def say_coverage(
         written = [np.isin(example.predicted(), tokens.cpu().numpy()) for example in examples]
         count = sum(map(len, written))
         share = sum(int(marks.sum()) for marks in written) / count if count else 1.0
-        process.say(f"{drafter} can write {len(tokens):,} tokens: {share:.1%} of trained tokens")
+        process.say(f"{drafter} can write {len(tokens):,} tokens, which are {share:.1%} of the trained tokens")
 
 
 # --- least squares ----------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ _SPREAD = 3.0
 
 
 class Start(NamedTuple):
-    """First weights, on the CPU: those of the heads' maps, and T as a product of two matrices."""
+    """First weights, on the CPU: the weights of the heads' maps, and T as a product of two matrices."""
 
     maps: Float[Tensor, "heads hidden hidden"]
     """A_k, from x (columns) to y (rows)."""

@@ -33,9 +33,9 @@ class StoredTarget:
     """A target without its model in memory."""
 
     name: str
-    """Hub id or folder to load it from."""
+    """Hub id or folder from which the target is loaded."""
     dtype: torch.dtype
-    """The dtype to load it in."""
+    """The dtype in which the target is loaded."""
     fingerprint: str
     """`decoding.files.fingerprint.stored_fingerprint` of its weights."""
     tokenizer: PreTrainedTokenizerBase
@@ -145,8 +145,8 @@ class OnlineTarget:
     def tapped(self, batch: Batch, taps: Sequence[int], stored: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the lm_head's input and the states after the layers ``taps``, from one run of the target.
 
-        Shapes (batch, positions, hidden) and (batch, positions, taps), on the batch's device; the second is empty
-        without taps. ``stored`` is the result of `read` on that device.
+        Their shapes are (batch, positions, hidden) and (batch, positions, taps), on the batch's device; the second
+        tensor is empty without taps. ``stored`` is the result of `read` on that device.
         """
         device = batch.tokens.device  # a target spread over devices may end on another device
         inputs, whole = batch.model_inputs(), list[Tensor]()

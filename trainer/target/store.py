@@ -213,7 +213,7 @@ def _read_manifest(folder: Path, origin: Origin) -> ShardLayout | None:
             for name in other
         )
         raise UserError(
-            f"{folder} contains {origin.noun} made with {differing}", f"{remedy}, or delete this one to write it again"
+            f"{folder} contains {origin.noun} made with {differing}", f"{remedy}, or delete this folder to start again"
         )
     return layout
 

@@ -139,7 +139,8 @@ def sample_tail(
 ) -> Int[Tensor, "rows tail"]:
     """Draw tokens with replacement from the softmax of ``scores`` without ``best``, by inverse cumulative sums.
 
-    If all others have probability 0, return any of them. ``uniforms`` are fp64 in [0, 1 - 2⁻⁵³].
+    If all tokens outside ``best`` have probability 0, any of these tokens may be returned. ``uniforms`` are fp64 in [0,
+    1 - 2⁻⁵³].
     """
     lowest = torch.finfo(scores.dtype).min
     rest = scores.clamp(min=lowest).scatter_(1, best, -torch.inf).softmax(-1)

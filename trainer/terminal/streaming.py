@@ -1,4 +1,4 @@
-"""Prints a text while it is decoded, and its figures; Ctrl-C ends only the text."""
+"""Prints a text while it is decoded, and then its figures. Ctrl-C ends the text but not the program."""
 
 import signal
 import threading

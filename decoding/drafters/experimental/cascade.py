@@ -49,7 +49,7 @@ class CascadeDrafter(Drafter):
         if tokens < 1 or small_tokens < 1:
             raise UserError(f"tokens is {tokens} and small_tokens {small_tokens}: use at least 1 of each")
         if draft.model is small.model:
-            raise UserError("both drafts of the cascade are the same model: use a smaller one as small")
+            raise UserError("both drafts of the cascade are the same model: pass a smaller model as small")
         self.draft = draft
         self.small = small
         self.tokens = tokens

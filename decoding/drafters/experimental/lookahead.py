@@ -44,7 +44,7 @@ class LookaheadDrafter(Drafter):
         if window < 1 or guesses < 1:
             raise UserError(f"window is {window} and guesses {guesses}: use at least 1 of each")
         if ngram < 2:
-            raise UserError(f"ngram is {ngram}: use at least 2, the text's last token and one guess")
+            raise UserError(f"ngram is {ngram}: use at least 2, for the text's last token and one guess")
         self.window = window
         self.ngram = ngram
         self.guesses = guesses

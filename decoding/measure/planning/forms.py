@@ -56,8 +56,8 @@ def family_of(spec: DrafterSpec, load: Load, most_nodes: int, most_depth: int) -
     the spec does not set its length.
 
     For heads and DSpark drafts the plan may choose any tree, unless the spec sets a tree or tokens. For draft models,
-    lookups and other drafters of chains it chooses the length, up to the tokens in the spec. Hybrids and trees from a
-    spec are measured only in the size that they have.
+    lookups and other drafters of chains it chooses the length, up to the tokens in the spec. Hybrids, and trees that
+    the spec sets, are measured in their only size.
     """
     drafter, given = load(spec), set(spec.options)
     if isinstance(drafter, MedusaDrafter | DSparkDrafter) and not given & {"tree", "tokens"}:

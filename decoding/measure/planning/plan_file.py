@@ -81,7 +81,7 @@ class Plan:
                     f"{_REMEDY} with these weights"
                 )
         if hardware() != self.content["hardware"]:
-            return [f"{self.name} was made on other hardware or with other threads: costs may differ here"]
+            return [f"{self.name} was made on other hardware or with another number of threads: costs may differ here"]
         return []
 
     @property

@@ -51,12 +51,12 @@ def basis(plan: Mapping[str, Any]) -> str:
     measured.
     """
     chosen_on, judged_on = plan["halves"]
-    others = f"on {chosen_on} of them, judged on the other {judged_on}"
+    others = f"on {chosen_on} of them and judged on the other {judged_on}"
     halves = others if chosen_on < plan["prompts"] else "and judged on all of them"
-    trees = f" (trees chosen {halves})" if any(drafter["kind"] == "tree" for drafter in plan["drafters"]) else ""
+    trees = f" (trees were chosen {halves})" if any(drafter["kind"] == "tree" for drafter in plan["drafters"]) else ""
     return (
-        f"measured: acceptance on {plan['prompts']} prompts, up to {plan['max_new_tokens']} new tokens each{trees}; "
-        f"costs for about {plan['seconds']:g} s with each drafter and batch size"
+        f"acceptance was measured on {plan['prompts']} prompts with up to {plan['max_new_tokens']} new tokens{trees}; "
+        f"costs were measured for about {plan['seconds']:g} s with each drafter and batch size"
     )
 
 
@@ -90,7 +90,7 @@ def published_table(plan: Mapping[str, Any]) -> Table:
     """Return a table with a row per published draft: its speed-up here at each batch size."""
     cells = plan["prospects"]
     sizes = [f"batch {cell['batch_size']}" for cell in cells]
-    heading = _heading("Speed-up here at published acceptance")
+    heading = _heading("Speed-up on this machine at published acceptance")
     table = Table("published draft", "accepted", *sizes, "source", title=heading, **_caption(_REACHED))
     for row in zip(*(cell["published"] for cell in cells), strict=True):
         rates, gains = row[0]["rates"], [f"{draft['speedup']:.2f}×, chain of {draft['depth']}" for draft in row]

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Status = Literal["ok", "note", "open", "problem"]
-"""``note``: it works, but may cost speed. ``open``: undecided. ``problem``: it fails, or its drafts are useless."""
+"""``note``: works, but may cost speed. ``open``: undecided. ``problem``: fails, or its drafts are useless."""
 
 
 @dataclass(frozen=True)

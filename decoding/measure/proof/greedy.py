@@ -69,8 +69,8 @@ def greedy_identity(reference: Reference, texts: Sequence[EngineText]) -> Findin
         sentence += f"; {len(ties)} near-ties were decided differently, with gaps of up to {max(ties):.3g}"
     if faults:
         sentence += (
-            "; {n} tokens are wrong, the first in text {text}, token {position}: {token} was written, but the target's "
-            "best is {best}, with a logit {margin:.3g} higher"
+            "; {n} tokens are wrong. The first is {token} in text {text}, token {position}; there the target's best is "
+            "{best}, whose logit is {margin:.3g} higher"
         ).format(n=len(faults), **faults[0])
     return judged(
         IDENTITY,
@@ -101,7 +101,7 @@ def ends(reference: Reference, texts: Sequence[EngineText], max_new_tokens: int)
     lengths = [(len(text.tokens), end_of(text, eos, max_new_tokens)) for text in texts]
     behind, early = sum(length > end for length, end in lengths), sum(length < end for length, end in lengths)
     ended = sum(bool(text.tokens) and text.tokens[-1] in eos for text in texts)
-    sentence = f"{ended} of {len(texts)} texts end with an EOS, the others at {max_new_tokens} tokens"
+    sentence = f"{ended} of {len(texts)} texts end with an EOS; the others end at {max_new_tokens} tokens"
     if behind or early:
         first = next(number for number, (length, end) in enumerate(lengths, start=1) if length != end)
         sentence = f"{behind} texts continue after their end and {early} end early; the first is text {first}"

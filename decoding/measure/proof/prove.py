@@ -66,7 +66,7 @@ class Effort:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < DEPTH:
-            raise UserError(f"max_new_tokens is {self.max_new_tokens}: use at least {DEPTH}, the tokens counted")
+            raise UserError(f"max_new_tokens is {self.max_new_tokens}: use at least {DEPTH}; so many are counted")
 
     @property
     def alpha_of_a_test(self) -> float:

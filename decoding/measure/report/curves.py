@@ -1,4 +1,4 @@
-"""Plots of the speed-up over batch size and context, the acceptance by position, server load, and v(n)."""
+"""Plots of the speed-up against batch size and context, the acceptance by position, server load, and v(n)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ class Picture(NamedTuple):
 
 @styled
 def speedup_curves(report: Report, axis: Axis) -> list[Picture]:
-    """Draw the speed-up over ``axis``: a picture per setting and value of the other axis.
+    """Draw the speed-up against ``axis``, with a picture for each setting and each value of the other axis.
 
     A method needs at least two measured points. All pictures have the same scale.
     """
@@ -73,7 +73,7 @@ def draw_speedups(axes: Axes, report: Report, setting: str, axis: Axis, fixed: i
 
 @styled
 def load_curves(report: Report) -> list[Picture]:
-    """Draw a server's throughput, time to first token and time per token over its load, for each setting."""
+    """Draw a server's throughput, time to first token and time per token against its load, for each setting."""
     pictures = []
     names = [*methods(report), PLAIN]
     for setting in settings(report) if report.served else ():
@@ -123,7 +123,7 @@ def _legend(report: Report, names: Sequence[str]) -> list[Legend]:
 
 
 def acceptance_curves(report: Report) -> list[Picture]:
-    """Draw per-position acceptance with 95% intervals: a picture per setting, a line per drafter."""
+    """Draw per-position acceptance with 95% intervals, with a picture for each setting and a line for each drafter."""
     rows = [row for row in report.rows if row.conditional_acceptance]
     return [
         _acceptance_picture(report, setting, mine) for setting in settings(report) if (mine := named(rows, setting))
