@@ -19,7 +19,7 @@ app = typer.Typer(
     epilog=f"Exit codes: {exit_code_line()}.",
     cls=Group,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # at 80 columns its boxes would wrap help texts to one word per line
+    rich_markup_mode=None,  # at 80 columns rich's boxes would wrap help texts to one word per line
     # Without these defaults typer would import pydantic, the slowest import here, for every option without a value.
     context_settings={
         "default_map": {"help": False, "install_completion": False, "show_completion": False, "data": {"help": False}}
@@ -64,7 +64,7 @@ def options(
 def train(options: option_sets.TrainOptions) -> None:
     """Train heads or a draft from a recipe. A killed run resumes.
 
-    On several processes: accelerate launch scripts/train.py RECIPE ...
+    To train on several processes: accelerate launch scripts/train.py RECIPE ...
     """
     from trainer.recipe.reading import load_recipe
 
@@ -99,7 +99,7 @@ def regenerate(options: option_sets.RegenerateOptions) -> None:
     resumes=True,
 )
 def realign(options: option_sets.RealignOptions) -> None:
-    """Align a draft with a fine-tuned target. Print its acceptance before and after."""
+    """Align a draft with a fine-tuned target. Print the draft's acceptance before and after."""
     from trainer.commands.realign import run_realign
 
     run_realign(options)
@@ -123,7 +123,7 @@ def inspect(options: option_sets.InspectOptions) -> None:
     failed=ExitCode.STOPPED,
 )
 def generate(options: option_sets.GenerateOptions) -> bool:
-    """Write a text, coloured by who wrote it. The speed-up goes to standard error.
+    """Write a text; colours show who wrote each token. The speed-up goes to standard error.
 
     Accepted draft tokens are green, and the target's tokens are bold. Only the text goes to standard output.
     """
@@ -154,7 +154,7 @@ def chat(options: option_sets.ChatOptions) -> bool:
 def demo(options: option_sets.DemoOptions) -> None:
     """Show plain and speculative decoding on a web page.
 
-    The page draws each pass's candidate tree, a histogram of accepted lengths and the split of the time.
+    The page draws the candidate tree of each pass, a histogram of accepted lengths, and how the time is spent.
     """
     from trainer.commands.demo import run_demo
 
@@ -175,7 +175,7 @@ def demo(options: option_sets.DemoOptions) -> None:
 def evaluate(options: option_sets.EvaluateOptions) -> None:
     """Measure drafters, plain decoding and transformers. A killed run resumes.
 
-    On several processes: accelerate launch -m trainer.cli evaluate ...
+    To measure on several processes: accelerate launch -m trainer.cli evaluate ...
     """
     if options.endpoint is None:
         from trainer.commands.evaluate import run_evaluate
@@ -193,9 +193,10 @@ def evaluate(options: option_sets.EvaluateOptions) -> None:
     "  --drafter lookup --prompts test.jsonl --output runs/plan",
 )
 def plan(options: option_sets.PlanOptions) -> None:
-    """Choose drafter, depth and tree by costs measured here.
+    """Choose drafter, depth and tree for this machine.
 
-    Without a drafter it predicts, for every batch size, what training a drafter would gain.
+    The choice follows from costs measured here. If no drafter is given, the command predicts how much a trained drafter
+    would gain at each batch size.
     """
     from trainer.commands.plan import run_plan
 

@@ -40,7 +40,7 @@ def run_generate(options: GenerateOptions, console: Console | None = None) -> bo
 
 @dataclass(frozen=True)
 class Decoder:
-    """A target with a drafter (called ``name``), and the settings of its texts."""
+    """A target, its drafter (called ``name``), and the settings with which both decode texts."""
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
@@ -49,7 +49,7 @@ class Decoder:
 
     @property
     def label(self) -> str:
-        """The drafter's name and the rule's label, lossless or lossy."""
+        """The drafter's name, and a label that says whether the rule is lossless or lossy."""
         return f"{self.name} ({self.config.label})"
 
     def show_legend(self, console: Console) -> None:
@@ -64,7 +64,7 @@ class Decoder:
 
 
 def read_decoder(options: DecodingOptions) -> Decoder:
-    """Load the target, and the drafter from the options or the plan."""
+    """Load the target, and the drafter that the options or the plan name."""
     given = [] if options.drafter is None else [options.drafter]
     drafters = asked_or_planned(given, options.plan, options, (options.temperature,), (1,), standard_error())
     with waiting(f"loading {options.target}"):
@@ -120,8 +120,8 @@ class Chat:
     left: bool = False
 
     def begin(self) -> None:
-        """Check the system message, the rule and the drafter before the first question, with a greeting that is not
-        answered.
+        """Check the system message, the rule and the drafter before the first question: encode a greeting, and do not
+        answer it.
         """
         prompt = self.conversation.encode("Hello")
         self.decoder.engine.steps(prompt, replace(self.decoder.config, max_new_tokens=1))

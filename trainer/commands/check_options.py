@@ -58,8 +58,7 @@ class VerifyOptions(shared.ModelOptions):
     draws: Annotated[int, Option(min=1, help="Short texts to draw after each of two prompts.", hidden=True)] = 500
     seed: shared.Seed = 0
     dtype: Annotated[
-        str,
-        Option(metavar="TYPE", help=f"{shared.DTYPE_HELP} Use the type of the server, fp32 if possible.", hidden=True),
+        str, Option(metavar="TYPE", help=f"{shared.DTYPE_HELP} Use the server's type; fp32 is best.", hidden=True)
     ] = "fp32"
     json: shared.JsonFile = None
     junit: Annotated[
@@ -73,13 +72,13 @@ class DoctorOptions:
 
     target: Annotated[
         str | None,
-        Option(metavar="MODEL", help=f"{shared.TARGET_HELP} to check as well; 'quickstart' is the embedded one."),
+        Option(metavar="MODEL", help=f"{shared.TARGET_HELP} to check as well; 'quickstart' is the embedded target."),
     ] = None
     drafter: Annotated[
         list[str] | None,
         Option(
             metavar=shared.SPEC,
-            help="Drafter to check with the target; a DSpark or EAGLE-3 draft needs no target; repeatable; "
+            help="Drafter to check; only DSpark and EAGLE-3 drafts can be checked without a target; repeatable; "
             f"{shared.DRAFTERS}.",
         ),
     ] = None
@@ -88,7 +87,7 @@ class DoctorOptions:
     ] = "fast"
     decode: Annotated[
         bool | None,
-        Option("--decode/--no-decode", help="Load the models and decode 16 tokens; by default only if they are small."),
+        Option("--decode/--no-decode", help="Load the models and decode 16 tokens; by default only for small models."),
     ] = None
     json: shared.JsonFile = None
     trust_remote_code: shared.Trusted = False

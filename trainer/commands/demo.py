@@ -69,7 +69,7 @@ def imported_app() -> ModuleType:
 def asked_drafters(options: DemoOptions) -> tuple[list[str], list[str]]:
     """Return the drafters to load and notes for the page.
 
-    The default is lookup and any drafters trained for quickstart.
+    By default these are lookup and, for the quickstart target, the drafters that were trained for it.
     """
     if options.drafter:
         return options.drafter, []

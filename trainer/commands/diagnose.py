@@ -31,7 +31,7 @@ _HELD = {"heads": "heads", "dspark": "a DSpark draft", "eagle3": "an EAGLE-3 dra
 
 
 def run_diagnose(options: DiagnoseOptions, console: Console | None = None) -> bool:
-    """Compare and print the findings; return True if nothing differs."""
+    """Make all comparisons and print their findings; return True if nothing differs."""
     console, watch = console or standard_output(), standard_error()
     named = _check(options)
     findings = _compare(options, named, watch)
@@ -54,7 +54,7 @@ def _check(options: DiagnoseOptions) -> SpeculatorName:
         check_endpoint(options.endpoint, options.model)
     folder = options.exported
     if folder is not None and not (folder / "config.json").is_file():
-        raise UserError(f"a server cannot load {folder} (it lacks config.json)", "use an exported folder")
+        raise UserError(f"a server cannot load {folder} (config.json is missing)", "use an exported folder")
     list(read_conversations(options.prompts, None, options.limit, 1, chat=True))
     named = named_speculator(options.speculator)
     for held in filter(None, (folder, named.folder)):
@@ -72,7 +72,7 @@ def _compare(options: DiagnoseOptions, named: SpeculatorName, watch: Console) ->
         page = _reader(options.metrics)
         text = page()  # report a wrong address before loading the target
         if options.endpoint is None or not _is_address(options.metrics):
-            given = [ServerCounts(parse_counts(text, options.model), 0.0, "; the page may count other prompts")]
+            given = [ServerCounts(parse_counts(text, options.model), 0.0, "; these counts may include other prompts")]
             page = None
     tokenizer = load_tokenizer(options.target, options.trust_remote_code)
     connection = None
@@ -83,7 +83,7 @@ def _compare(options: DiagnoseOptions, named: SpeculatorName, watch: Console) ->
     limits = [limit for limit in (target.max_positions, speculator.max_positions) if limit is not None]
     holds = min(limits, default=_NO_LIMIT)
     heldout = read_heldout(options.prompts, None, options.limit, tokenizer, holds, options.max_new_tokens)
-    say(watch, f"{len(heldout)} prompts fit target and speculator", style="dim")
+    say(watch, f"{len(heldout)} prompts are short enough for target and speculator", style="dim")
     replay = Replay(
         target,
         tokenizer,
@@ -107,7 +107,9 @@ def _is_address(metrics: str) -> bool:
 
 
 def _reader(metrics: str) -> Callable[[], str]:
-    """Return a function that reads a metrics page from a file or an address. It raises UserError if that fails."""
+    """Return a function that reads a metrics page from a file or an address. This function raises UserError if reading
+    fails.
+    """
 
     def read() -> str:
         if not _is_address(metrics):

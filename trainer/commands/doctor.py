@@ -19,7 +19,8 @@ OF_ANY: Sequence[str] = ("medusa1", "draft")
 
 
 def run_doctor(options: DoctorOptions, console: Console | None = None) -> bool:
-    """Check and print the findings; return False if there is a problem. Raises UserError for names that cannot be read.
+    """Run all checks and print their findings; return False if there is a problem. Raises UserError for a dtype, a
+    drafter or a target that does not exist.
 
     transformers takes longest to import, so it is imported only if there is a target to check.
     """

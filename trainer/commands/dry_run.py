@@ -38,12 +38,12 @@ from trainer.target.loading import Target
 from trainer.terminal.console import say, standard_error, standard_output, title
 
 STEPS = 4
-"""Number of steps to run; the first warms up and is not counted."""
+"""Number of steps to run, including the first, which warms up and is not timed."""
 FOLDER = "dry-run"
 """Folder of the untrained artefact in the run's output."""
 
 
-class _Enough(BaseException):  # not a subclass of an error, so the loop saves nothing
+class _Enough(BaseException):  # not a subclass of Exception, so the training loop saves nothing
     """A signal that all wanted steps have run."""
 
 
@@ -78,10 +78,11 @@ class _Times(NamedTuple):
 
 
 def dry_run(recipe: AnyRecipe, console: Console | None = None) -> None:
-    """Print a row as it is trained, and the parameters, memory, disk and time of a run; write an untrained artefact.
+    """Print a row as training sees it, and the parameters, memory, disk space and time that a run needs; write an
+    untrained artefact.
 
-    The last steps of the recipe cost the most, so these are measured, with the launcher that started this program. Only
-    the artefact remains on disk. Raises UserError for any recipe that training rejects.
+    The last steps of the recipe are measured, because they cost the most; they run on as many processes as the launcher
+    started. Of all files, only the artefact remains on disk. Raises UserError for any recipe that training rejects.
     """
     console = console or standard_output()
     agreed(lambda: check_folders(recipe))
@@ -150,7 +151,9 @@ def _times(job: Job, accelerator: Accelerator, process: Process) -> _Times:
 
 
 def _peak_memory(accelerator: Accelerator) -> int:
-    """Return the largest peak memory of any process in bytes: on its GPU, or without a GPU of the whole process."""
+    """Return the largest peak memory of any process, in bytes: GPU memory if there is a GPU, and otherwise the memory
+    of the whole process.
+    """
     if accelerator.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated()
     else:
@@ -163,7 +166,9 @@ def _size(count: int) -> str:
 
 
 def checkpoint_bytes(recipe: AnyRecipe, trained: int) -> int:
-    """Return the bytes on disk of a run's checkpoints: weights, two moments, and the best weights if they are kept."""
+    """Return the size of a run's checkpoints on disk, in bytes. Each contains the weights, the optimizer's two moments
+    and, if they are kept, the best weights.
+    """
     return (recipe.checkpoint.keep + 1) * trained * (16 if recipe.evaluation.keep == "best" else 12)
 
 

@@ -39,7 +39,7 @@ from trainer.processes import Process, agreed, join_processes, on_first
 from trainer.terminal.console import ProgressBar, say, standard_error, standard_output, wide
 
 _FILLED = 0.9
-"""Prompts must fill at least this share of a context length; cutting between tokens loses a few tokens."""
+"""Prompts must fill at least this share of a context length. It is below 1 because a cut prompt loses a few tokens."""
 _PUBLISHED = (
     *("dtype", "batch_invariant", "trust_remote_code", "prompt_field", "limit", "task", "max_new_tokens", "rounds"),
     "chat_template_kwargs",
@@ -50,8 +50,8 @@ _PUBLISHED = (
 def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> Report | None:
     """Measure, print the table, write report.json and report.html; return the report.
 
-    If there are several processes, each decodes a share. The first one writes and returns the report; the others return
-    None.
+    If there are several processes, each decodes a share of the prompts. The first process writes and returns the
+    report; the others return None.
     """
     watched, console = console or standard_error(), console or standard_output()
     for name in ("model", "baseline_endpoint", "concurrency"):
@@ -61,7 +61,7 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> Re
         raise UserError("there is nothing to evaluate", "use --target to decode in this process, or --endpoint")
     accelerator = join_processes()
     rank, world = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
-    logging.set_verbosity_error()  # assisted `generate` warns about its draft length
+    logging.set_verbosity_error()  # `generate` of transformers warns about the length of its drafts
     process = Process(rank, world, watched)
     measurement, tokenizer, about = agreed(lambda: _prepared(options, process), patient=True)
     with ExitStack() as stack:
@@ -95,7 +95,7 @@ def publish(report: Report, output: Path, console: Console) -> None:
 def _prepared(
     options: EvaluateOptions, process: Process
 ) -> tuple[Measurement, PreTrainedTokenizerBase, dict[str, Any]]:
-    """Read and check all inputs; return the measurement, the tokenizer and the report's account of its inputs."""
+    """Read and check all inputs; return the measurement, the tokenizer, and what the report says about its inputs."""
     config = EvaluationConfig(
         max_new_tokens=options.max_new_tokens,
         rounds=options.rounds,
@@ -112,7 +112,7 @@ def _prepared(
     chosen = chosen_questions(every, options, process)
     models = load_models(options, drafters)
     config = replace(config, eos_token_ids=eos_token_ids(models.target.model, models.tokenizer))
-    # With prompts of a given length only first turns are asked, because the length of earlier answers is not known.
+    # If prompts have a given length, only first turns are asked, because the length of earlier answers is not known.
     asker = Asker(chosen, models.tokenizer, all_turns=config.contexts == (None,), filler=every)
     asker = _fitting(asker, config, models)
     _check_filled(asker, config, options.prompts)
@@ -130,7 +130,9 @@ def _prepared(
 def _measured(
     output: Path, measurement: Measurement, about: Mapping[str, Any], accelerator: Accelerator | None, watched: Console
 ) -> Measurement:
-    """Decode this process's share into its file of runs; return the measurement with all processes' records."""
+    """Decode this process's share of the prompts and record the runs in a file; return the measurement with the records
+    of all processes.
+    """
     names = ("setting", "name", "label", "drafter", "artefact", "temperature")
     provenance = {
         "identity": identity_of(about),
@@ -159,7 +161,9 @@ def chosen_questions(every: Sequence[Question], options: EvaluateOptions, proces
     if options.task is not None:
         known = sorted({question.task for question in every if question.task is not None})
         if unknown := next((task for task in options.task if task not in known), None):
-            raise UserError(f"--task is {unknown!r}, but {options.prompts} has {', '.join(known) or 'no tasks'}")
+            raise UserError(
+                f"--task is {unknown!r}, but the tasks in {options.prompts} are: {', '.join(known) or 'none'}"
+            )
         of_tasks = [question for question in every if question.task in options.task]
     chosen = evenly(of_tasks, options.limit)
     if len(chosen) < len(of_tasks) and (tasks := {question.task for question in chosen} - {None}):
@@ -215,8 +219,8 @@ def _check_filled(asker: Asker, config: EvaluationConfig, prompts: str) -> None:
 def _account(options: EvaluateOptions, config: EvaluationConfig, models: LoadedModels, asker: Asker) -> dict[str, Any]:
     """Return the command, its settings and the fingerprints of all inputs, without local paths.
 
-    ``drafters`` maps the name of each drafter in the rows to its spec; ``fingerprints`` maps specs to the fingerprints
-    of their weights.
+    ``drafters`` maps the name that the report's rows show for a drafter to its spec; ``fingerprints`` maps specs to the
+    fingerprints of their weights.
     """
     trusted, specs = options.trust_remote_code, list(models.specs.values())
     names = published_specs(specs)
@@ -251,8 +255,8 @@ def _account(options: EvaluateOptions, config: EvaluationConfig, models: LoadedM
 
 
 def _training(drafter: str) -> dict[str, Any] | None:
-    """Return how long a drafter of this project was trained, and on how many rows of which file; None for other
-    drafters.
+    """Return for how many steps and tokens a drafter was trained, on which file, and on how many rows. Return None if
+    this project did not train the drafter.
     """
     stored = read_provenance(local_folder(drafter, weights=False))
     if stored is None:
@@ -263,7 +267,7 @@ def _training(drafter: str) -> dict[str, Any] | None:
 
 
 def identity_of(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything that determines the runs, as a flat object; a changed key can then be named."""
+    """Return everything that determines the runs, as a flat object, so that an error can name a changed key."""
     return {**about["settings"], **about["asked"], "drafters": about["drafters"], **about["fingerprints"]}
 
 

@@ -133,7 +133,9 @@ def _checked(options: EvaluateOptions) -> EvaluationConfig:
 
 
 def _cells(methods: Sequence[Method], config: EvaluationConfig, loads: Sequence[GridCell]) -> Iterator[Cell]:
-    """Yield the cells; the endpoints alternate, and their order is reversed every time."""
+    """Yield the cells. In each round every endpoint has one turn, and the order of the endpoints is reversed in the
+    next round.
+    """
     turn = count()
     for setting in settings_of(config):
         mine = [method for method in methods if method.setting == setting.name]
@@ -162,12 +164,13 @@ class _Session:
         self.model = model
 
     def lines(self, cell: Cell) -> list[dict[str, Any]]:
-        """Return a cell's record lines, of which the first contains the server's counters; raise UserError if the model
-        changes.
+        """Measure a cell and return its record lines; the first line also contains the server's counters. Raise
+        UserError if the model changes.
         """
         bodies = [self._body(index, cell) for index in range(len(self._questions))]
-        anew = {"cache_prompt": False, "cache_salt": f"{time.time_ns()}"}  # llama.cpp; vLLM and SGLang
-        if self._uncached is None:  # asked only for the first cell; the request also warms up the server
+        # The first field is for llama.cpp, and the second is for vLLM and SGLang.
+        anew = {"cache_prompt": False, "cache_salt": f"{time.time_ns()}"}
+        if self._uncached is None:  # tested only in the first cell; this request also warms up the server
             self._uncached = self._server.takes({**bodies[0], **anew}, self._clock)
         before = find_counts(self._server.metrics(), self._server.served.model)
         asked = [{**body, **(anew if self._uncached else {})} for body in bodies]
@@ -206,8 +209,8 @@ class _Session:
 
 
 def _steps(answer: StreamedAnswer) -> tuple[StepCount, ...]:
-    """Return an answer's passes as step counts, each including the token of the target; the order of the passes is
-    unknown.
+    """Return one step count for each pass of an answer. Each count includes the target's own token; the order of the
+    passes is unknown.
     """
     return tuple(
         StepCount(accepted + 1, accepted, answer.drafts, answer.drafts)

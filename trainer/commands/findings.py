@@ -1,4 +1,4 @@
-"""Findings of checking commands as printed lines, JSON and JUnit XML, and the provenance of a command."""
+"""Writes the findings of checking commands as lines, JSON and JUnit XML, and describes how a command was run."""
 
 import json
 import sys
@@ -50,7 +50,7 @@ def account() -> dict[str, Any]:
 
 
 def report(findings: Mapping[str, Sequence[Finding]], **more: Any) -> dict[str, Any]:
-    """Return findings by subject and the account of the command, without private parts."""
+    """Return the findings by subject, together with the `account` of the command, without private parts."""
     every = {title: [finding.as_json() for finding in of_title] for title, of_title in findings.items()}
     problems = sum(finding.status == "problem" for of_title in findings.values() for finding in of_title)
     content: dict[str, Any] = without_local_paths({"problems": problems, **more, "findings": every})
@@ -58,7 +58,7 @@ def report(findings: Mapping[str, Sequence[Finding]], **more: Any) -> dict[str, 
 
 
 def write_findings(file: str, content: Any) -> None:
-    """Write findings as JSON to a file, creating its folder, or print them; dataclasses become objects."""
+    """Write findings as JSON to a file (and create its folder), or print them; dataclasses become objects."""
     from decoding.measure.results import as_json  # this imports torch, which some commands do not need
     from trainer.files.folders import write_text
 

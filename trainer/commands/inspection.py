@@ -69,7 +69,9 @@ def _task(options: InspectOptions) -> _Task:
 def _section_of(source: str, overrides: Sequence[str]) -> DataSection:
     content = overridden({"data": {"train": source, "heldout": source}}, overrides)
     if others := content.keys() - {"data"}:
-        raise UserError(f"{source} is data, which has no section {min(others)}", "override only data.key=value")
+        raise UserError(
+            f"{source} is data and not a recipe, so it has no section {min(others)}", "override only data.key=value"
+        )
     try:
         return DataSection.model_validate(content["data"])
     except ValidationError as error:
@@ -88,7 +90,7 @@ def _print_row(console: Console, task: _Task, row: Row, encoded: Encoded | UserE
         kept = cut(example, task.section.max_length)
         length = f"{len(example.tokens)} tokens"
         if kept is None:
-            heading = f"{length}, left out: no answer begins in the first {task.section.max_length}"
+            heading = f"{length}, left out: no answer begins in the first {task.section.max_length} tokens"
         else:
             cut_at = f", cut to {len(kept.tokens)}" if len(kept.tokens) < len(example.tokens) else ""
             heading = f"{length}{cut_at}, {kept.trained.sum()} trained ({encoded.mask_source})"

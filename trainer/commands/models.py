@@ -1,4 +1,4 @@
-"""Loading of targets, drafters and endpoints by the options that decoding commands share."""
+"""Loads targets and drafters, and connects to endpoints, from the options that decoding commands share."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def read_specs(texts: Sequence[str]) -> list[DrafterSpec]:
 
 
 class LoadedModels(NamedTuple):
-    """A target, its tokenizer, and the drafters and their specs by the names of the drafters in tables."""
+    """A target, its tokenizer, and the drafters with their specs, keyed by the names that tables show for drafters."""
 
     target: CausalLM
     tokenizer: PreTrainedTokenizerBase
@@ -68,12 +68,14 @@ def load_models(options: ModelOptions, drafters: Sequence[str]) -> LoadedModels:
 
 
 def published_specs(specs: Sequence[DrafterSpec]) -> list[str]:
-    """Return a distinct text for each spec, in which the name of the run or a publishable name replaces the path."""
+    """Return a distinct text for each spec. In this text, the name of the training run or a publishable name replaces
+    the path.
+    """
     return _distinct([spec.renamed(_name_of) for spec in specs])
 
 
 def _name_of(path: str) -> str:
-    """Return the name of the run that made the weights; the name of their folder is always "final"."""
+    """Return the name of the run that trained the weights, if known; the folder's own name is always "final"."""
     stored = read_provenance(Path(path))
     name = stored["recipe"].get("name") if stored else None
     return one_line(without_local_paths(name)) if name else published_name(path)

@@ -1,7 +1,7 @@
 """Options of the commands: the only place for their names, types, defaults and help texts.
 
-`shared_options` has the options that several commands share; `check_options` has the checking commands. None of these
-modules imports PyTorch, so ``--help`` is fast.
+`shared_options` has the options that several commands share; `check_options` has the options of the checking commands.
+None of these modules imports PyTorch, so ``--help`` is fast.
 """
 
 from collections.abc import Sequence
@@ -88,7 +88,7 @@ class DecodingOptions(shared.ModelOptions):
     stop: shared.Stop = None
     chat_template_kwargs: shared.TemplateKwargs = None
     seed: Annotated[
-        int | None, Option(help="Seed that repeats a text; it also fixes the size of drafts.", hidden=True)
+        int | None, Option(help="Seed that repeats a text; if it is set, all drafts have the same size.", hidden=True)
     ] = None
 
 
@@ -129,14 +129,15 @@ class PlanOptions(shared.ModelOptions):
     """Options of `headstart plan`."""
 
     prompts: Annotated[
-        str, Option(metavar="FILE", help=f"{shared.QUESTIONS_HELP} Use held-out prompts that resemble later ones.")
+        str,
+        Option(metavar="FILE", help=f"{shared.QUESTIONS_HELP} Use held-out prompts that resemble your later prompts."),
     ]
     output: Annotated[Path, Option(metavar="FOLDER", help="Folder for plan.json.")]
     drafter: Annotated[
         list[str] | None,
         Option(
             metavar=shared.SPEC,
-            help=f"Drafter to plan with; repeatable; without one, predict what training would gain; {shared.DRAFTERS}.",
+            help=f"Drafter to plan with; repeatable; if none is given, predict its gain; {shared.DRAFTERS}.",
         ),
     ] = None
     prompt_field: shared.PromptField = None
@@ -168,7 +169,7 @@ class ExportOptions:
 
     source: Annotated[
         Path,
-        Argument(help="Folder of a training run, its final/ folder or a checkpoint; or the draft of another trainer."),
+        Argument(help="Folder of a training run, its final/ folder or a checkpoint; or a draft from another program."),
     ]
     destination: Annotated[Path, Argument(help="Folder to create.")]
     format: Annotated[
@@ -179,7 +180,7 @@ class ExportOptions:
             "draft; eagle3, speculators or gguf for an EAGLE-3 draft.",
         ),
     ]
-    report: Annotated[Path | None, Option(metavar="FILE", help="report.json of an evaluation, for the card.")] = None
+    report: Annotated[Path | None, Option(metavar="FILE", help="report.json to show on the model card.")] = None
     plan: Annotated[
         Path | None, Option(metavar="FILE", help="plan.json with the tree to store and the depths for servers.")
     ] = None
@@ -199,7 +200,7 @@ class ExportOptions:
         ),
     ] = None
     license: Annotated[
-        str | None, Option(metavar="NAME", help="Licence of the weights for the card, such as apache-2.0.", hidden=True)
+        str | None, Option(metavar="NAME", help="Licence of the weights, such as apache-2.0.", hidden=True)
     ] = None
     trust_remote_code: shared.Trusted = False
 
@@ -231,8 +232,8 @@ class TrainOptions:
         bool,
         Option(
             "--dry-run",
-            help="Do not train: measure a few steps; print a row as trained, memory, disk and hours; write an "
-            "untrained artefact to OUTPUT/dry-run for a test in the server.",
+            help="Do not train. Measure a few steps, print a row as training sees it and the memory, disk space and "
+            "hours that a run needs, and write an untrained artefact to OUTPUT/dry-run to test the server with.",
         ),
     ] = False
 
@@ -246,7 +247,7 @@ class RegenerateOptions(shared.LoadingOptions):
         Option(
             metavar="FILE",
             help=f"{shared.PROMPTS_HELP} or conversation per line; or ORG/NAME on the Hub; or a known "
-            "set (docs/how-to/data.md); or self:2000 to let the target write the prompts.",
+            "set (docs/how-to/data.md); or self:2000 to let the target write 2,000 prompts.",
         ),
     ]
     output: Annotated[Path, Option(metavar="FILE", help=".jsonl file for the answers; existing answers are kept.")]
@@ -271,7 +272,8 @@ class RegenerateOptions(shared.LoadingOptions):
     ] = None
     top_p: Annotated[float | None, Option(help="Nucleus sampling; 1 switches it off.", hidden=True)] = None
     max_new_tokens: Annotated[
-        int | None, Option(min=1, help="Longest answer in tokens; by default 2,048, or half of a shorter context.")
+        int | None,
+        Option(min=1, help="Longest answer in tokens; by default 2,048, or half of the context if that is less."),
     ] = None
     seed: shared.Seed = 0
     drafter: Annotated[
@@ -292,10 +294,12 @@ class RealignOptions:
         str, Option(metavar="MODEL", help=f"{shared.TARGET_HELP} after tuning; the whole model or its LoRA adapters.")
     ]
     draft: Annotated[str, Option(metavar="MODEL", help="Hub id or folder of the stale draft, which is not changed.")]
-    prompts: Annotated[str, Option(metavar="FILE", help=f"{shared.PROMPTS_HELP} per line, like later prompts.")]
+    prompts: Annotated[
+        str, Option(metavar="FILE", help=f"{shared.PROMPTS_HELP} per line, similar to your later prompts.")
+    ]
     output: Annotated[Path, Option(metavar="FOLDER", help="Folder for realigned.json and, in final/, the draft.")]
     temperature: Annotated[
-        float, Option(help="Temperature of the training answers, equal to that of later decoding; 0 is greedy.")
+        float, Option(help="Temperature of the training answers; use that of your later decoding; 0 is greedy.")
     ] = 0.0
     max_new_tokens: shared.MaxNewTokens = 256
     steps: Annotated[int, Option(min=1, help="Training steps.")] = 200

@@ -1,4 +1,4 @@
-"""`headstart plan`: measures costs here and chooses what to draft, or predicts what a draft would gain."""
+"""`headstart plan`: measures costs on this machine and chooses what to draft, or predicts what a draft would gain."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -93,13 +93,13 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
     return plan
 
 
-# --- untrained drafters, whose costs are measured if none is given ----------------------------------------------------
+# --- untrained drafters, whose costs are measured if no drafter is given ----------------------------------------------
 
 
 def untrained_drafters(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, Drafter], dict[str, int], dict[str, str]]:
-    """Return chain drafters by kind, their numbers of parameters, and the reasons for missing kinds.
+    """Return chain drafters by kind, the number of parameters of each, and for each missing kind the reason.
 
     Heads share the target's lm_head. The DSpark draft has as many layers as in the recipes, and the small draft
     consists of one layer of the target.
@@ -112,7 +112,7 @@ def untrained_drafters(
         return named_drafter("heads", made), _parameters(made)
 
     def dspark() -> tuple[Drafter, int]:
-        anything = str(tokenizer.convert_ids_to_tokens(0))  # in training the choice of the mask token matters
+        anything = str(tokenizer.convert_ids_to_tokens(0))  # the costs do not depend on this token
         config = dspark_config(target, tokenizer, DSparkSection(block_size=DEEPEST, mask_token=anything))
         config.check_fits(target)
         made = DSparkDraft(config).to(target.device, target.dtype).eval()
@@ -147,7 +147,8 @@ def asked_or_planned(
     batch_sizes: Sequence[int],
     notes: Console,
 ) -> Sequence[str]:
-    """Return the specs of the ``given`` drafters, or of the plan in ``path``; for plain decoding there are none.
+    """Return the specs of the ``given`` drafters, or of the drafters that the plan in ``path`` chose; for plain
+    decoding there are none.
 
     ``temperatures`` and ``batch_sizes`` describe the texts that will be decoded. Prints to ``notes`` why the plan
     may fit badly. Raises UserError if both drafters and a plan are set, or if the plan has another target, drafter or

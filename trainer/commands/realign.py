@@ -1,8 +1,8 @@
 """`headstart realign`: distils a stale draft on answers that its newly tuned target writes.
 
-One folder contains everything; after a kill the same command resumes in it. Three files contain rows: prompts.jsonl to
-learn from, choosing.jsonl to choose the best weights, and heldout.jsonl to measure. The folder also contains the
-answers to the first two files, the files of the training, realigned.json, and final/ with the draft.
+One folder contains everything; if the command is killed, the same command resumes there. Three files contain rows:
+prompts.jsonl to learn from, choosing.jsonl to choose the best weights, and heldout.jsonl to measure. The folder also
+contains the answers to the first two files, the files of the training, realigned.json, and final/ with the draft.
 """
 
 import json
@@ -73,7 +73,7 @@ def run_realign(options: RealignOptions, console: Console | None = None) -> dict
     watched, console = console or standard_error(), console or standard_output()
     check_can_be_folder(options.output, "output")
     if Path(options.draft).resolve() == (options.output / FINAL).resolve():
-        raise UserError(f"{options.draft} was made in this output by an earlier run: use another output")
+        raise UserError(f"{options.draft} was made in this output folder by an earlier run: use another output")
     recipe = recipe_of(options)
     with hold(options.output):
         return _realign(options, recipe, console, watched)
@@ -199,7 +199,7 @@ def recipe_of(options: RealignOptions, positions: int = 1 << 30) -> DraftRecipe:
 
 
 def _measure(options: RealignOptions, recipe: DraftRecipe, name: str, console: Console) -> HeldoutFigures:
-    """Load target and draft, check that they fit, and decode the held-out prompts with them."""
+    """Load the target and the draft, check that they fit each other, and decode the held-out prompts with them."""
     trusted, room = recipe.trust_remote_code, options.max_new_tokens
     tokenizer = load_tokenizer(options.target, trusted)
     loading = ModelOptions(target=options.target, dtype=recipe.dtype, trust_remote_code=trusted)

@@ -72,7 +72,7 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
     with AnswerFile(options.output, settings, about, backend.encoder) as answers:
         summary = answer(backend, conversations, answers, watched, total)
     if bad and bad.count:
-        say(watched, f"{bad.count} rows without a prompt are left out; the first: {bad.first}")
+        say(watched, f"{bad.count} rows without a prompt were left out; the first error was: {bad.first}")
     if unread:
         say(watched, report_unread(options.prompts, unread))
     console.print(_table(summary))
@@ -146,7 +146,9 @@ class _BadRows:
 def _watched_for_tools(
     conversations: Iterable[OpenConversation], backend: Backend, watched: Console
 ) -> Iterator[OpenConversation]:
-    """Yield the conversations; warn once if the template ignores their tools. The template of a server is not known."""
+    """Yield the conversations; warn once if the template ignores their tools. For a server there is no warning, because
+    its template is not known.
+    """
     unwarned = backend.encoder
     for conversation in conversations:
         if (
@@ -187,13 +189,16 @@ def _table(summary: Summary) -> Table:
 
 
 Backends = tuple[Backend, dict[str, Any], tuple[UserTurn, Backend] | None]
-"""A source of answers, the settings that determine them, and the source of prompts if the target writes them."""
+"""A source of answers, the settings that determine the answers, and, if the target writes the prompts, the source of
+the prompts.
+"""
 
 
 def _backend(options: RegenerateOptions, wanted: SelfWritten | None) -> Backends:
     """Return the requested backends.
 
-    With an endpoint, a target is needed only if it writes the prompts, and then only for its chat template.
+    With an endpoint, --target is needed only if the model writes the prompts itself, and then only for the chat
+    template.
     """
     if options.target is None if wanted else (options.target is None) == (options.endpoint is None):
         more = "; in both cases self-written prompts need the chat template of a --target" if wanted else ""
@@ -245,7 +250,7 @@ def _fitting(sampling: SamplingConfig, options: RegenerateOptions) -> SamplingCo
 
 
 def _controls(sampling: SamplingConfig | None) -> dict[str, float | None]:
-    """Return the controls by name; None if the server chooses."""
+    """Return the controls by name; a control is None if the server chooses its value."""
     return {name: getattr(sampling, name, None) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 

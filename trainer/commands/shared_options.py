@@ -48,12 +48,12 @@ Overrides = Annotated[list[str] | None, Argument(help="Changes to the recipe, ea
 # --- the target -------------------------------------------------------------------------------------------------------
 
 TARGET_HELP = "Hub id or folder of the target"
-Target = Annotated[str, Option(metavar="MODEL", help=f"{TARGET_HELP}; 'quickstart' is the embedded one.")]
+Target = Annotated[str, Option(metavar="MODEL", help=f"{TARGET_HELP}; 'quickstart' is the embedded target.")]
 DTYPE_HELP = "Type of the target's weights: bf16, fp16, fp32, or fast (bf16 if the device supports it, otherwise fp32)."
 Dtype = Annotated[str, Option(metavar="TYPE", help=DTYPE_HELP, hidden=True)]
 Trusted = Annotated[bool, Option(help="Run code that comes with a Hub model.", hidden=True)]
 BatchInvariant = Annotated[
-    bool, Option(help="Write the texts of plain decoding even in bf16 and fp16; slower.", hidden=True)
+    bool, Option(help="Write exactly the texts of plain decoding even in bf16 and fp16; this is slower.", hidden=True)
 ]
 
 
@@ -97,7 +97,8 @@ QUESTIONS_HELP = ".jsonl or .parquet file of prompts."
 """Help for prompts that `decoding.measure.questions` reads."""
 PROMPTS_HELP = ".jsonl file with one prompt"
 PromptField = Annotated[
-    str | None, Option(metavar="NAME", help="Field that contains the prompt; by default, a known name.", hidden=True)
+    str | None,
+    Option(metavar="NAME", help="Field that contains the prompt; by default a field with a known name.", hidden=True),
 ]
 TemplateKwargs = Annotated[
     str | None,

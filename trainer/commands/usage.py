@@ -1,6 +1,6 @@
 """Commands of the typer application: options from dataclasses, help, and usage errors in one sentence.
 
-If an error, a signal or a closed pipe ends a command, it becomes one sentence and an exit code.
+An error, a signal or a closed pipe that ends a command is turned into one sentence and an exit code.
 """
 
 import os
@@ -80,10 +80,13 @@ def _code(error: Exception) -> ExitCode:
 
 
 def _sentence(error: Exception) -> str:
-    """Return an error's sentence with a remedy, without secrets and control characters."""
+    """Describe an error in one sentence, with a remedy and without secrets or control characters."""
     sentence, code = without_secrets(one_line(error)) or type(error).__name__, _code(error)
     if code == ExitCode.OUT_OF_MEMORY:
-        remedy = "use smaller batches or shorter texts; 'headstart train RECIPE --dry-run' prints what training needs"
+        remedy = (
+            "use smaller batches or shorter texts; 'headstart train RECIPE --dry-run' prints the memory that training "
+            "needs"
+        )
         return f"out of memory ({sentence}): {remedy}"
     if isinstance(error, UserError):
         return sentence

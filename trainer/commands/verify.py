@@ -139,8 +139,8 @@ def _served(options: VerifyOptions, given: ProofInput, watch: Console) -> Iterat
 
 
 def _tokens_of(writer: "ServedWriter") -> Finding:
-    """Return a finding on how the server reports tokens, which is a problem if tokenizing its texts again changes the
-    texts.
+    """Return a finding on how the server reports tokens. The finding is a problem if tokenizing the server's texts
+    again changes these texts.
     """
     sentence = f"the server reports {writer.source}"
     if not writer.takes_ids:
