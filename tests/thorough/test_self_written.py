@@ -198,7 +198,7 @@ def test_faults_of_prompts(text: str, tokens: Any, truncated: bool, fault: str |
 def test_a_target_that_says_one_thing_for_ever_is_given_up_with_the_counts(models: Path, tmp_path: Path) -> None:
     """After <user> the target writes <assistant>, all letters, <unk> and <eos>."""
     with pytest.raises(
-        ValueError, match=r"hardly writes prompts \(256 draws, 0 prompts, 256 with control tokens\): use a file"
+        ValueError, match=r"rarely writes a usable prompt \(256 draws, 0 prompts, 256 with control tokens\): use a file"
     ):
         regenerate(options(tmp_path, models / "counting", "self:3", batch_size=64))
     assert not (tmp_path / "answers.jsonl").exists()

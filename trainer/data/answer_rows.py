@@ -25,8 +25,8 @@ class RowFile:
     ) -> None:
         """Read the file, and cut off an incomplete last line.
 
-        Each row has a key and ``fields``. ``drops`` returns True for a row that no longer counts and that `settle` will
-        remove. Raises UserError that names a damaged line.
+        Each row must have a key and ``fields``. ``drops`` returns True for a row that no longer counts and that
+        `settle` will remove. Raises a UserError that names the line if a line is damaged.
         """
         self.path, self._end = path, 0
         self.offsets: dict[AnswerKey, int] = {}
@@ -74,7 +74,7 @@ class RowFile:
             self._note(row, line)
 
     def settle(self) -> None:
-        """Sort the file by row and sample, and remove repeats, atomically.
+        """Sort the file by row and sample, and remove repeated rows, in one atomic step.
 
         Does nothing if the file is sorted already.
         """

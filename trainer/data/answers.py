@@ -51,7 +51,7 @@ class AnsweredConversation:
     them.
     """
     prompt_tokens: tuple[tuple[int, ...], ...] | None = None
-    """The tokens before each answer as an endpoint rendered them; None for the target's own template."""
+    """The tokens before each answer, as an endpoint rendered them; None if the target's own template rendered them."""
     model: str | None = None
     """The server's name for the model that answered."""
 
@@ -205,7 +205,9 @@ def _begin(path: Path, set_aside: Path, settings: dict[str, Any], about: dict[st
         return
     if any(file.exists() and file.stat().st_size for file in (path, set_aside)):
         what = "is damaged" if meta.exists() else "is missing"
-        raise UserError(f"{meta} {what}, so the settings of {path} are unknown", "restore it, or use another output")
+        raise UserError(
+            f"{meta} {what}, so the settings of {path} are unknown", "restore this file, or use another output"
+        )
     with writing(path):  # the settings are on the disk before any answer
         write_text(meta, json.dumps({"settings": settings, "about": about}, indent=2) + "\n")
 

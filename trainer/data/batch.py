@@ -38,7 +38,7 @@ class Example:
         self.trained: Bool[np.ndarray, " positions"] = np.asarray(trained, np.bool_)
         """``trained[i]`` is True if predicting token i is part of the loss."""
         self.prompt_length = prompt_length
-        """Tokens before the first answer; 0 for a plain text."""
+        """Number of tokens before the first answer; 0 for a plain text."""
         self.lengths = tuple(lengths)
         """Lengths of the documents packed into the sequence, in order; empty for a single document."""
 

@@ -55,7 +55,7 @@ class TranscriptEncoder:
         self._vocabulary = frozenset(tokenizer.get_vocab().values())
 
     def encode(self, transcript: Transcript) -> Encoded:
-        """Return the transcript's sequences. Raises a UserError that names the row if it cannot be encoded."""
+        """Return the transcript's sequences. Raises a UserError that names the row if encoding fails."""
         template = self._template and self._template.with_tools(transcript.tools)
         if transcript.cut_off and transcript.answer_tokens is None:
             transcript = replace(transcript, messages=self._with_open_thinking(transcript))
@@ -68,14 +68,14 @@ class TranscriptEncoder:
         return self._encoded(replace(transcript, messages=tuple(messages)), template)._replace(ignored=ignored)
 
     def ignored(self, messages: Messages, tools: Tools | None) -> tuple[str, ...]:
-        """Return names of what the chat template ignores: message fields, messages of a role, and "tools"."""
+        """Return the names of all that the chat template ignores: message fields, messages of a role, and "tools"."""
         if self._template is None:
             return (*_extras(messages), *(("tools",) if tools else ()))
         return self._template.with_tools(tools).ignored(messages)
 
     def _with_open_thinking(self, transcript: Transcript) -> tuple[Message, ...]:
         """Return the messages; if the template reads reasoning, an answer that was cut off while thinking becomes
-        reasoning. Otherwise some templates would write an empty, closed thinking section before it.
+        reasoning. Otherwise some templates would write an empty, closed thinking section before the answer.
         """
         *before, last = transcript.messages or ({"content": ""},)
         if not last["content"].startswith("<think>") or "</think>" in last["content"]:
@@ -112,7 +112,7 @@ class TranscriptEncoder:
         return tuple(Example(tuple(piece), (True,) * len(piece), 0) for piece in pieces if len(piece) >= _SHORTEST_TEXT)
 
     def _answer_behind_prompt(self, transcript: Transcript) -> Example:
-        """Join prompt, answer and, unless the answer was cut off, the end-of-text token, without a template."""
+        """Join the prompt, the answer and, unless the answer was cut off, the end-of-text token, without a template."""
         *before, answer = (message["content"] for message in transcript.messages)
         prompt_tokens: list[int] = self._tokenizer("\n".join(before))["input_ids"]
         answer_tokens = encode_continuation(answer, self._tokenizer)
@@ -124,8 +124,8 @@ class TranscriptEncoder:
     def _own_tokens(self, transcript: Transcript, template: "ChatTemplate | None") -> tuple[Example, ...]:
         """Return one sequence per answer, with exactly the tokens that the target wrote.
 
-        Tokenizing the text of the answer again may lead to other tokens, and an answer that was cut off has no end to
-        train.
+        Tokenizing the text of the answer again may lead to other tokens, and an answer that was cut off has no end
+        token to train on.
         """
         messages, where, written = transcript.messages, transcript.where, transcript.answer_tokens
         indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -149,7 +149,7 @@ class TranscriptEncoder:
         return tuple(example for example, index in zip(examples, indices, strict=True) if is_trained(messages[index]))
 
     def _with_end(self, tokens: list[int], messages: Messages, template: "ChatTemplate | None") -> list[int]:
-        """Return an answer's tokens with the end token, which some servers leave out, if the template writes it."""
+        """Return an answer's tokens. The end token, which some servers leave out, is added if answers end with it."""
         end, last = self._end, self._tokenizer.added_tokens_decoder.get(tokens[-1])
         if end is None or tokens[-1] in self._ends or (last is not None and last.special):
             return tokens
@@ -192,12 +192,12 @@ def whole_characters(answer: str, truncated: bool) -> str:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template that separates the assistant's tokens from the others.
+    """A tokenizer's chat template that separates the assistant's tokens from the other tokens.
 
     A template with ``{% generation %}`` marks says which tokens are the assistant's. Without marks, the prompt for an
     answer is compared with the conversation that includes the answer; the difference is the answer. Some templates
-    write a turn differently when later turns follow (Qwen3 omits its thinking). With such a template each answer has a
-    separate sequence: the text that the target saw when it wrote the answer.
+    write a turn differently when later turns follow (Qwen3's template omits the thinking). With such a template each
+    answer has a separate sequence: the text that the target saw when it wrote the answer.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class ChatTemplate:
         return self if tools == self._tools else ChatTemplate(self._tokenizer, self._given, tools, self._variables)
 
     def ignored(self, messages: Messages) -> tuple[str, ...]:
-        """Return names of what does not change the text of a conversation: message fields, roles and "tools"."""
+        """Return the names of all that does not change a conversation's text: message fields, roles and "tools"."""
         without = {name: (self, others) for name, others in _extras(messages).items()}
         for role in sorted({message["role"] for message in messages} - {"user", "assistant"}):
             longer = [{**m, "content": m["content"] + _GOES_ON * (m["role"] == role)} for m in messages]
@@ -280,7 +280,7 @@ class ChatTemplate:
         return encoded
 
     def _by_marks(self, messages: Messages, where: str) -> list[Marked]:
-        """Return one sequence, or one per answer if the template writes an answer differently when others follow."""
+        """Return one sequence, or one per answer if the template rewrites answers when other answers follow."""
         whole = self._marked(messages, where)
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if len(answers) == 1:
@@ -358,14 +358,14 @@ class ChatTemplate:
         return str(text)
 
     def _end_of_answer(self, text: str) -> int:
-        """Return the index after the end of turn. A line break after it belongs to the template, not to the target."""
+        """Return the index after the end-of-turn token. A line break that follows is not from the target."""
         stripped = text.rstrip()
         return len(stripped) if stripped.endswith(self._specials) else len(text)
 
     def _check(self, trained: Sequence[bool], where: str) -> None:
         if any(trained) and not all(trained):
             return
-        amount, wrong = ("all", "the prompt would be trained too") if any(trained) else ("none", "nothing is trained")
+        amount, wrong = ("all", "training would include the prompt") if any(trained) else ("none", "nothing is trained")
         raise UserError(
             f"{where}: the chat template marks {amount} of {len(trained)} tokens as the assistant's text, so {wrong}: "
             f"{shorten(self._template, 160, placeholder=' ...')}",

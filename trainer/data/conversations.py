@@ -41,7 +41,7 @@ _ASKED = ("role", "content", "name", "tool_call_id")
 _TOLD = (ANSWER_TOKENS, PROMPT_TOKENS, TRUNCATED, "tools", "functions")
 """Columns that describe a conversation without being part of its messages."""
 _CALLED = "called"
-"""Field of a recorded tool result in a turn: the name of the function that was called; it is not sent."""
+"""Field of a recorded tool result in a turn: the name of the function that was called; this field is not sent."""
 
 Format = Literal["messages", "sharegpt", "prompt_answer", "text"]
 
@@ -162,8 +162,8 @@ class OpenConversation:
 
     ``index`` (from 0) counts all conversations of a run and determines the seeds. Without ``chat`` there is one turn
     with one message, whose text is continued. ``tools`` are the functions that the target may call. ``model`` is the
-    model that the row names. ``spelled`` are the tokens to continue, if these are not the tokens of the text. If a turn
-    has no messages, the target itself writes the user's message.
+    model that the row names. ``spelled`` are the tokens to continue, if they differ from the tokens of the text. If a
+    turn has no messages, the target itself writes the user's message.
     """
 
     key: AnswerKey
@@ -183,7 +183,7 @@ class OpenConversation:
         return [*self.with_answers(answers), *self._turn(len(answers), answers)]
 
     def _turn(self, index: int, answers: Sequence[Message]) -> list[Message]:
-        """Return a turn whose results name the calls of the previous answer."""
+        """Return a turn in which each tool result has the id of its call in the previous answer."""
         calls: Iterator[dict[str, Any]] = iter(answers[index - 1].get("tool_calls", ()) if index else ())
         turn = []
         for message in self.turns[index]:
@@ -239,7 +239,7 @@ def read_conversations(
     skipped. ``unread`` counts rows by each column that is neither read nor known as metadata.
 
     The prompt's field is found as in `decoding.measure.questions.read_prompts`. A row with several turns, or with
-    messages separated by the assistant's, becomes a conversation of several turns. Such a conversation requires
+    answers of the assistant between its messages, becomes a conversation of several turns. Such a conversation requires
     ``chat``. Raises UserError for a file without prompts and, without ``on_bad``, for a row that is not a prompt.
     """
     count = 0
@@ -282,7 +282,7 @@ def _turns(messages: Sequence[Message], where: str) -> tuple[tuple[Message, ...]
             asked = {name: message[name] for name in _ASKED if message.get(name) is not None}
             if message["role"] == "tool":
                 named = [name for call_id, name in made if call_id and call_id == asked.get("tool_call_id")]
-                named += [asked.get("name"), *(name for _, name in made[len(turns[-1]) :])]  # by order, without ids
+                named += [asked.get("name"), *(name for _, name in made[len(turns[-1]) :])]  # without ids: by order
                 asked[_CALLED] = next(filter(None, named), None)
             turns[-1].append(asked)
         if turns[-1] and message["role"] == ("assistant" if answered else "user"):

@@ -4,9 +4,9 @@ Each row passes through four modules: `sources` reads it, `conversations` interp
 defines the examples.
 
 On each machine one process tokenizes a source, and all processes map the result from a cache folder. The folder
-contains the sequences, as an Arrow file of the datasets library, counts of the rows, and checksums. Its name is a
-fingerprint of everything that determines the sequences, and it appears only when it is complete. The library's own
-cache would not notice a changed tokenizer, changed code or a damaged file, and would copy streamed rows.
+contains the sequences (an Arrow file of the datasets library), the row counts, and checksums. The name of the folder is
+a fingerprint of everything that determines the sequences, and the folder appears only when it is complete. The datasets
+library's own cache would not notice a changed tokenizer, changed code or a damaged file, and would copy streamed rows.
 """
 
 import hashlib
@@ -130,7 +130,7 @@ def load_splits(
 ) -> tuple[Dataset, Dataset]:
     """Load the training data and the held-out data (never packed), as in `load_dataset`. Every process calls this."""
     heldout = load_heldout_data(section, tokenizer, ends)
-    # Every process waits here, because one per machine may tokenize.
+    # Every process waits here, because one process per machine may have to tokenize the data.
     return agreed(lambda: load_dataset(section.train, section, tokenizer, ends), patient=True), heldout
 
 

@@ -1,4 +1,4 @@
-"""Encoding of rows as sequences, with counts, in several processes for large sources."""
+"""Encodes rows as sequences and counts them. For large sources, several processes share the work."""
 
 import os
 from collections import Counter
@@ -20,7 +20,7 @@ from trainer.recipe.common import DataSection
 
 _NAMED_ROWS = 5  # number of bad rows that are named; the others are only counted
 _ROWS_AT_ONCE = 64
-_START = "spawn"  # a fork would inherit the locks of this process's threads, and its use of devices
+_START = "spawn"  # a forked process would inherit the locks of this process's threads, and its open devices
 
 
 @dataclass
@@ -42,9 +42,9 @@ class Account:
     tokens: int = 0
     trained_tokens: int = 0
     truncated: int = 0
-    """Sequences cut at ``max_length``."""
+    """Number of sequences cut at ``max_length``."""
     skipped: int = 0
-    """Skipped sequences: the first answer starts after ``max_length``, or the text has fewer than 8 tokens."""
+    """Number of skipped sequences: the first answer starts after ``max_length``, or a text has under 8 tokens."""
     bad_rows: int = 0
     """Number of unusable rows, all of which are skipped."""
     named: list[str] = field(default_factory=list)

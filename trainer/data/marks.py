@@ -19,7 +19,7 @@ _BEGIN, _END = "\ue000(", ")\ue000"  # private-use characters, which texts do no
 _MACRO = f"{{% macro generation_span() %}}{_BEGIN}{{{{ caller() }}}}{_END}{{% endmacro %}}\n"
 
 Spans = Sequence[tuple[int, int]]
-"""Begin and end of parts of a text, in characters."""
+"""Start and end positions of parts of a text, counted in characters."""
 
 
 class Marked(NamedTuple):
@@ -45,12 +45,14 @@ def replace_marks(template: str, begin: str, end: str) -> str:
 
 
 def with_spans(template: str) -> str:
-    """Return a chat template that writes its marks into the text, for `read_spans`."""
+    """Return a chat template that writes its marks into the text, where `read_spans` finds them."""
     return _MACRO + replace_marks(template, "call generation_span()", "endcall")
 
 
 def read_spans(rendered: str) -> tuple[str, Spans]:
-    """Return the text of a template `with_spans` without the marks, and the spans between them."""
+    """Take a text that a template from `with_spans` wrote; return this text without the marks, and the spans that the
+    marks enclosed.
+    """
     text, *others = rendered.split(_BEGIN)
     spans = []
     for inside, _, outside in (other.partition(_END) for other in others):
@@ -60,10 +62,10 @@ def read_spans(rendered: str) -> tuple[str, Spans]:
 
 
 class TokenMarker:
-    """A tokenizer that marks the tokens of parts of a text.
+    """A tokenizer that marks the tokens in given parts of a text.
 
-    The mask of transformers compares only the first and the last character of a part with the offsets of the tokens. So
-    it misses bytes of characters, and spaces that the offsets leave out.
+    The mask that transformers computes compares only the first and the last character of a part with the offsets of the
+    tokens. So this mask misses tokens that spell only a byte of a character, and spaces that the offsets leave out.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -72,7 +74,7 @@ class TokenMarker:
         self._wide = {index: token.content for index, token in added.items() if token.lstrip or token.rstrip}
 
     def mark(self, text: str, spans: Spans, where: str | None = None) -> Marked:
-        """Tokenize the text, and mark each token with a character in ``spans``.
+        """Tokenize the text, and mark every token that contains at least one character of ``spans``.
 
         If ``where`` names the row, raise a UserError for a token with characters both inside and outside ``spans``.
         """
@@ -92,9 +94,9 @@ class TokenMarker:
         return Marked(tuple(tokens), tuple((counts > 0).tolist()))
 
     def spell(self, text: str) -> tuple[list[int], Int[np.ndarray, "tokens 2"]]:
-        """Return the text's tokens, each with the begin and end of its characters.
+        """Return the text's tokens, each with the start and end of its characters.
 
-        A tokenizer's own offsets leave out spaces that a byte-level post-processor trims, and count spaces that a
+        A tokenizer's own offsets leave out spaces that a byte-level post-processor trims, and include spaces that a
         special token swallows.
         """
         encoded: Any = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

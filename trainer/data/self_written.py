@@ -28,14 +28,16 @@ LONGEST = 128
 """Longest prompt in tokens, including its end token."""
 _SHORTEST = 4
 _FIRST_DRAWS, _DRAWS_PER_PROMPT = 256, 10
-"""After the first number of draws, the run stops if a prompt needs more draws than the second number."""
+"""After the first number of draws, the run stops if a usable prompt takes, on average, more draws than the second
+number.
+"""
 _MARK = "\ue000"  # a private-use character that no template contains
 _NAME = "self:"
 
 
 class SelfWritten(NamedTuple):
-    """A request for ``number`` prompts, in conversations with ``turns`` turns of the user, except the prompts in a
-    file.
+    """A request for ``number`` prompts, in conversations with ``turns`` turns of the user. Prompts in the file
+    ``without`` are not used.
     """
 
     number: int
@@ -99,9 +101,9 @@ class UserTurn:
         return before, message, behind
 
     def config(self, config: DecodingConfig, context: int | None) -> DecodingConfig:
-        """Return the settings that decode a prompt, with other seeds than the answers; ``context`` is the context
-        length of the target. Draw i of a run has the run's seed plus i, but draws of runs with different seeds have
-        nothing in common.
+        """Return the settings with which prompts are decoded. ``context`` is the context length of the target. The seed
+        of draw i is a hash of the run's seed, plus i. So prompts and answers have different seeds, and runs with
+        different seeds have no draws in common.
         """
         drawn = int.from_bytes(sha256(f"self-written {config.seed}".encode()).digest()[:7], "big")
         most = min(LONGEST, (context or 2 * LONGEST) // 2)
@@ -131,10 +133,11 @@ def _words(text: str) -> str:
 
 
 class PromptDraws:
-    """The draws of a target, as a `Backend` whose answers are prompts; and the usable prompts among them.
+    """A `Backend` whose answers are the prompts that a target draws. It also collects the usable prompts among the
+    draws.
 
-    Conversations are drawn in groups until enough prompts are usable. This depends only on the draws of finished
-    groups, so a run that was killed and started again ends with the same prompts.
+    Conversations are drawn in groups until enough prompts are usable. The number of groups depends only on the draws of
+    finished groups, so a run that was killed and started again ends with the same prompts.
     """
 
     encoder = None
@@ -145,7 +148,7 @@ class PromptDraws:
         self._texts, self._faults = dict[int, str](), dict[int, str]()
         """Text or fault of each draw, by its number (from 1)."""
         self._first: dict[str, int] = {}
-        """The first draw with the same words."""
+        """Maps the words of a prompt to the number of the first draw with these words."""
         others = () if wanted.without is None else read_conversations(wanted.without, None, None, 1, chat=True)
         self._others = frozenset(_words(str(other.turns[0][-1]["content"])) for other in others)
 
@@ -175,7 +178,7 @@ class PromptDraws:
                 if usable >= self._wanted.number:
                     return
                 if index >= max(_FIRST_DRAWS, _DRAWS_PER_PROMPT * usable):
-                    raise UserError(f"the target hardly writes prompts ({self.told()}): use a file of prompts")
+                    raise UserError(f"the target rarely writes a usable prompt ({self.told()}): use a file of prompts")
             yield OpenConversation(AnswerKey(index + 1, 0), index, ((opened,),), chat=False, spelled=tokens)
 
     def outcomes(

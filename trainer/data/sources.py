@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from huggingface_hub import HfApi, constants
-from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError: whichever client it uses
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError of any HTTP client
     HfHubHTTPError,
     HTTPError,
     OfflineModeIsEnabled,
@@ -197,10 +197,10 @@ class _Stream:
         splits: Any = datasets.load_dataset(self.hub.repo_id, self.config, revision=self.commit, streaming=True)
         if self.split not in splits:
             remedy = (
-                "set data.split or data.heldout_split to one of these, or pass ORG/NAME::SPLIT to --prompts; select "
-                "a part "
+                "set data.split or data.heldout_split to one of these, or pass ORG/NAME::SPLIT to --prompts; to use "
+                "only some rows, "
             )
-            remedy += "with data.max_rows or --limit"
+            remedy += "set data.max_rows or --limit"
             raise UserError(f"it lacks the split {self.split!r}; it has {' and '.join(splits)}", remedy)
         rows: Iterable[dict[str, Any]] = splits[self.split]
         return rows
@@ -210,7 +210,7 @@ def _commit_of(hub: HubName) -> str:
     if hub.revision is not None and _COMMIT.fullmatch(hub.revision):
         return hub.revision
     try:
-        # With expand, the list of files, which may be long, is not fetched.
+        # Because of ``expand``, the list of files, which may be long, is not fetched.
         sha = HfApi().dataset_info(hub.repo_id, revision=hub.revision, expand=["sha"]).sha
     except (HTTPError, OSError, ValueError) as error:
         problem = _explained(error, hub)
@@ -221,9 +221,11 @@ def _commit_of(hub: HubName) -> str:
 
 
 def _explained(error: Exception, hub: HubName) -> str:
-    """Explain in one sentence why fetching failed and what to do. URL queries (signatures) are removed."""
+    """Explain in one sentence why fetching failed and what to do. Queries in URLs are removed, because they may contain
+    signatures.
+    """
     address = without_login(constants.ENDPOINT)
-    remedy = "or pass the commit whose tokens are cached here, as ORG/NAME@COMMIT"
+    remedy = "or pass the commit whose tokens are cached on this machine, as ORG/NAME@COMMIT"
     problem, raised = shortened(error) or type(error).__name__, error
     causes: list[BaseException] = []
     while raised is not None:
