@@ -205,19 +205,19 @@ SLIDING = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_at
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, "DSpark in flat form; run as trained by vLLM, SGLang, llama.cpp"),
+        ({}, "DSpark in flat form; run as in training by vLLM, SGLang, llama.cpp"),
         (
             {"is_causal": True, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
-            "DSpark in flat form; run as trained by vLLM, SGLang, llama.cpp",
+            "DSpark in flat form; run as in training by vLLM, SGLang, llama.cpp",
         ),
-        (SLIDING, "trained by vLLM, SGLang; llama.cpp uses another causality than training in layers 0, so"),
-        ({"draft_vocab_size": 8}, "trained by vLLM, llama.cpp; SGLang does not read d2t"),
+        (SLIDING, "training by vLLM, SGLang; llama.cpp uses another causality than training in layers 0, so"),
+        ({"draft_vocab_size": 8}, "training by vLLM, llama.cpp; SGLang does not read d2t"),
         (
             {"markov_rank": 0},
-            "DSpark in flat form; run as trained by vLLM, llama.cpp; SGLang does not run a DSpark draft",
+            "DSpark in flat form; run as in training by vLLM, llama.cpp; SGLang does not run a DSpark draft",
         ),
-        ({"target_layer_ids": [1]}, "trained by vLLM; SGLang does not read states after the last layer; llama"),
-        ({"markov_head_type": "gated"}, "trained by SGLang; vLLM does not support the gated Markov head; llama"),
+        ({"target_layer_ids": [1]}, "training by vLLM; SGLang does not read states after the last layer; llama"),
+        ({"markov_head_type": "gated"}, "training by SGLang; vLLM does not support the gated Markov head; llama"),
         (
             {
                 "rope_parameters": {
@@ -227,52 +227,52 @@ SLIDING = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_at
                     "high_freq_factor": 4.0,
                 }
             },
-            "trained by vLLM, SGLang; llama.cpp does not scale rotary embeddings by llama3",
+            "training by vLLM, SGLang; llama.cpp does not scale rotary embeddings by llama3",
         ),
         (
             {"speculators_model_type": "dspark", **SLIDING, "sliding_window_non_causal": True},
-            "speculators' nested form; run as trained by llama.cpp; vLLM uses another causality than training "
+            "speculators' nested form; run as in training by llama.cpp; vLLM uses another causality than training "
             "in layers 0, so fewer tokens are accepted; SGLang does not read a nested config.json",
         ),
         (
             {"speculators_model_type": "dflash", **SLIDING, "markov_rank": 0, "sample_from_anchor": False},
-            "DFlash in speculators' nested form; run as trained by none; vLLM uses another causality than training in "
-            "layers 0, so",
+            "DFlash in speculators' nested form; run as in training by no server; vLLM uses another causality than "
+            "training in layers 0, so",
         ),
-        (DEFAULT_TAPS, "EAGLE-3 in flat form; run as trained by vLLM, SGLang, llama.cpp"),
+        (DEFAULT_TAPS, "EAGLE-3 in flat form; run as in training by vLLM, SGLang, llama.cpp"),
         (
             {**DEFAULT_TAPS, "norm_before_residual": True},
-            "EAGLE-3 in flat form; run as trained by vLLM, llama.cpp; SGLang",
+            "EAGLE-3 in flat form; run as in training by vLLM, llama.cpp; SGLang",
         ),
         (
             {**DEFAULT_TAPS, "norm_output": True, "fc_norm": True},
-            "EAGLE-3 in flat form; run as trained by vLLM, SGLang; llama.cpp ignores fc_norm, so fewer tokens are "
+            "EAGLE-3 in flat form; run as in training by vLLM, SGLang; llama.cpp ignores fc_norm, so fewer tokens are "
             "accepted, ignores norm_output",
         ),
         (
             {**DEFAULT_TAPS, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}},
-            "EAGLE-3 in flat form; run as trained by SGLang, llama.cpp; vLLM reads the states one layer before the",
+            "EAGLE-3 in flat form; run as in training by SGLang, llama.cpp; vLLM reads the states one layer before the",
         ),
         (
             {**DEFAULT_TAPS, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}},
-            "EAGLE-3 in flat form; run as trained by vLLM, llama.cpp; SGLang reads the states one layer after the",
+            "EAGLE-3 in flat form; run as in training by vLLM, llama.cpp; SGLang reads the states one layer after the",
         ),
         (
             {"eagle_aux_hidden_state_layer_ids": [2, 4], "num_aux_hidden_states": 2},
-            "EAGLE-3 in flat form; run as trained by vLLM; SGLang reads the states of the default layers, so fewer "
+            "EAGLE-3 in flat form; run as in training by vLLM; SGLang reads the states of the default layers, so fewer "
             "tokens are accepted; llama.cpp does not run a draft that reads 2 layers",
         ),
         (
             {**DEFAULT_TAPS, "speculators_model_type": "eagle3", "norm_before_residual": True},
-            "EAGLE-3 in speculators' nested form; run as trained by vLLM, llama.cpp; SGLang does not read a nested",
+            "EAGLE-3 in speculators' nested form; run as in training by vLLM, llama.cpp; SGLang does not read a nested",
         ),
         (
             {"eagle_aux_hidden_state_layer_ids": [2, 4], "num_aux_hidden_states": None},
-            "EAGLE-3 in flat form; run as trained by none; vLLM does not run a draft that reads 2 layers; SGLang",
+            "EAGLE-3 in flat form; run as in training by no server; vLLM does not run a draft that reads 2 layers;",
         ),
         (
             {**DEFAULT_TAPS, "speculators_model_type": "eagle3"},
-            "EAGLE-3 in speculators' nested form; run as trained by llama.cpp; vLLM assumes norm_before_residual "
+            "EAGLE-3 in speculators' nested form; run as in training by llama.cpp; vLLM assumes norm_before_residual "
             "if config.json lacks it, so fewer tokens are accepted; SGLang does not read a nested config.json",
         ),
     ],
@@ -285,7 +285,7 @@ def test_the_layout_of_a_draft_and_the_servers_that_run_it_are_said_without_a_ta
     (tmp_path / "draft" / "model.safetensors").unlink()
     (finding,) = layout_findings(parse_drafter(f"{kind}:{tmp_path / 'draft'}"))
     assert says in finding.found
-    assert finding.status == ("ok" if "trained by vLLM, SGLang, llama.cpp" in finding.found else "note")
+    assert finding.status == ("ok" if "training by vLLM, SGLang, llama.cpp" in finding.found else "note")
 
 
 def test_the_layout_of_other_drafters_needs_a_target(target: Path, tmp_path: Path) -> None:

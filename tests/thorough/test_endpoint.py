@@ -319,7 +319,7 @@ def test_the_key_is_in_no_file_even_if_the_server_repeats_it(tmp_path: Path, mon
 
 @pytest.mark.parametrize("address", ["localhost:8000/v1", "http://me:secret@127.0.0.1:99999/v1"])
 def test_what_is_no_address_is_refused_without_repeating_it(tmp_path: Path, address: str) -> None:
-    with pytest.raises(ValueError, match="not a server's address: pass one such as http://local") as caught:
+    with pytest.raises(ValueError, match="not a server's address: pass an address such as http://local") as caught:
         regenerate(options(tmp_path, address))
     assert "secret" not in str(caught.value) and not (tmp_path / "answers.jsonl.meta.json").exists()
 

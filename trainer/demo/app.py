@@ -1,6 +1,6 @@
 """The demo's page: HTML, event handlers, and a filter that protects the server from other sites.
 
-The HTML is in page.html.j2, its style in style.css.
+The HTML is in page.html.j2, and its style is in style.css.
 """
 
 import json
@@ -54,7 +54,7 @@ def label_of(text: str) -> str:
 
 
 def tree_of(step: Step, text_of: Callable[[int], str]) -> dict[str, Any] | None:
-    """Return a step's candidate tree as nested nodes, with the token of the target after the kept nodes.
+    """Return a step's candidate tree as nested nodes. After the kept nodes comes the token that the target wrote.
 
     A node has a ``label``, a ``kind`` (root, kept, dropped or written) and ``children`` in the order of drafting.
     Returns None if nothing was drafted.
@@ -247,7 +247,7 @@ class Answers:
         return gr.update(choices=rules, value=chosen if chosen in dict(rules).values() else AUTOMATIC)
 
     def bounds(self, name: str) -> tuple[Any, Any]:
-        """Set depth and tree size to the drafter's bounds."""
+        """Limit the sliders of depth and tree size to what the drafter supports, and set both to the maximum."""
         drafter = self.models.drafter(name)
         (deepest, depth), (largest, nodes) = _range(drafter.max_depth, 1), _range(drafter.max_nodes, 2)
         return gr.update(maximum=deepest, value=depth), gr.update(maximum=largest, value=nodes)
@@ -334,7 +334,7 @@ class AccessFilter:
         if not self._is_known(host):
             return f"this page is not served as {host:.100}: open the address that 'headstart demo' printed"
         if origin is not None and origin.partition("//")[2] != host:
-            return f"the page at {origin:.100} may not send requests to this one"
+            return f"the page at {origin:.100} may not send requests to this page"
         if scope["method"] not in _READING and scope["path"] not in _ENTRIES:
             return f"this page does not accept requests at {scope['path']:.100}"
         return None

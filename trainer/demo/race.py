@@ -22,7 +22,9 @@ from decoding.speculation import named_rule
 from decoding.text import Detokenizer, Piece, Step, Tally, step_pieces
 
 AUTOMATIC = "automatic"
-"""The rule that `DecodingConfig` chooses: greedy at temperature 0, otherwise the lossless rule that accepts most."""
+"""The rule that `DecodingConfig` chooses: greedy at temperature 0, otherwise the lossless rule that accepts the most
+tokens.
+"""
 MOST_NEW_TOKENS = 2048
 LONGEST_PROMPT = 100_000
 """Longest prompt in characters."""
@@ -147,7 +149,9 @@ class Race:
 
     @property
     def speedup(self) -> float | None:
-        """Ratio of tokens per second to plain decoding; None until both sides have passed their prefill."""
+        """Tokens per second of the speculative side, divided by those of the plain side; None until both have finished
+        the prefill.
+        """
         plain, speculative = self.plain.tally.tokens_per_second, self.speculative.tally.tokens_per_second
         return speculative / plain if plain and speculative else None
 
@@ -188,7 +192,9 @@ class Race:
 
 
 def fitting_rules(drafter: Drafter, temperature: float | None) -> list[tuple[str, str]]:
-    """Return (label, name) of the rules that accept the drafter's proposals at this temperature; `AUTOMATIC` first."""
+    """Return (label, name) of each rule that can verify the drafter's proposals at this temperature. `AUTOMATIC` comes
+    first.
+    """
     greedy = not temperature or not number_of("temperature", temperature) > 0
     choices = [("automatic (lossless)", AUTOMATIC)]
     for name, rule in RULES.items():
@@ -250,7 +256,9 @@ def number_of(name: str, value: Any) -> float:
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Return the whole number that was entered in a field; raise UserError if it is outside its bounds."""
+    """Return the whole number that was entered in a field; raise UserError if it is not whole, or is outside the
+    bounds.
+    """
     number = number_of(name, value)
     if number != int(number) or number < least or (most is not None and number > most):
         wanted = f"a whole number from {least}" + ("" if most is None else f" to {most}")

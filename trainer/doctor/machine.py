@@ -47,7 +47,7 @@ def check_threads(threads: int, cores: int, feeds_gpu: bool) -> Finding:
     """Compare PyTorch's threads with the cores of this process."""
     sentence, figures = f"PyTorch uses {threads} threads on {cores} cores", {"threads": threads, "cores": cores}
     if threads > cores:
-        return note("threads", f"{sentence}: they wait for each other", f"set OMP_NUM_THREADS={cores}", **figures)
+        return note("threads", f"{sentence}: threads wait for each other", f"set OMP_NUM_THREADS={cores}", **figures)
     if threads < cores and not feeds_gpu:
         return note("threads", f"{sentence}: some cores are idle", f"set OMP_NUM_THREADS={cores}", **figures)
     return ok("threads", sentence, **figures)
@@ -79,7 +79,7 @@ def check_no_gpu(has_driver: bool, cuda: str | None) -> Finding:
 
 
 def check_disk(variable: str, path: Path, free: int) -> Finding:
-    """Report the free space of a folder; the environment variable ``variable`` can move it."""
+    """Report the free space of a folder. ``variable`` is the environment variable that names another folder."""
     sentence = f"{size(free)} free in {path}"
     if free < _LITTLE_DISK:
         return note("disk", sentence, f"make room, or set {variable} to a folder on a larger disk", free=free)
@@ -119,8 +119,8 @@ def _free_beneath(path: Path) -> int:
 
 
 def package_findings(requires: Sequence[str] | None, version_of: Callable[[str], str | None]) -> list[Finding]:
-    """Compare installed packages with the requirements of a distribution; return None if the distribution is not
-    installed.
+    """Compare the installed packages with the requirements of this distribution. ``requires`` is None if the
+    distribution itself is not installed.
     """
     if requires is None:
         sentence = f"{_DISTRIBUTION} runs from its folder without being installed, so its requirements are unknown"

@@ -1,5 +1,5 @@
-"""Checks that a target loads and that drafters fit it: first by configs, tokenizers and headers of weights, then by
-decoding.
+"""Checks that a target loads and that drafters fit the target. The first checks read configs, tokenizers and headers of
+weights; the last check decodes a text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +45,7 @@ from trainer.export.companions import trained_for
 from trainer.export.server_traps import lost_in_servers, lost_of_eagle3
 
 SMALL = 2e9
-"""Models are loaded without being asked if all weights in fp32 have at most this size."""
+"""If all weights in fp32 have at most this many bytes, the models are loaded and tested by default."""
 _TOKENS = 16
 _PROMPT = "Once upon a time there was"
 _COPY = "copy the folder again from its source"
@@ -158,7 +158,7 @@ def target_findings(target: Skeleton) -> list[Finding]:
 
 
 def check_vocabulary(target: Skeleton) -> Finding:
-    """Compare the number of tokens of the tokenizer and the model; the model may have padding."""
+    """Compare the numbers of tokens of the tokenizer and of the model. The model may have more, as padding."""
     known, named = target.model.vocab_size, len(target.tokenizer)
     sentence = f"the tokenizer has {named} tokens and the model has {known}"
     if target.tokenizer.vocab_size > known:
@@ -183,7 +183,7 @@ def check_end(target: Skeleton) -> Finding:
 
 
 def check_memory(weights: Mapping[str, int], free: int | None) -> Finding:
-    """Compare free memory with the size of all weights; long texts need more."""
+    """Compare free memory with the size of all weights; long texts need additional memory."""
     needed = sum(weights.values())
     sentence = f"{' + '.join(f'{name} {size(count)}' for name, count in weights.items())} of weights"
     if free is None:
@@ -252,7 +252,7 @@ def layout_findings(spec: DrafterSpec) -> list[Finding]:
             )
         form = "speculators' nested form" if "speculators_model_type" in stored else "flat form"
         right = [server for server, problems in lost.items() if not problems]
-        sentence = f"{kind} in {form}; run as trained by {', '.join(right) or 'none'}"
+        sentence = f"{kind} in {form}; run as in training by {', '.join(right) or 'no server'}"
         if len(right) == len(lost):
             return ok("layout", sentence)
         wrong = [f"{server} {', '.join(problems)}" for server, problems in lost.items() if problems]
@@ -269,7 +269,9 @@ def _heads(name: str, folder: Path, target: Skeleton, bytes_of: list[int]) -> Fi
     check_tensors(folder / CONFIG_NAME, header, config.shapes(), _COPY)
     config.check_fits(target.model.hidden_size, target.model.vocab_size)
     bytes_of.append(sum(prod(tensor.shape) for tensor in header.values()) * target.model.dtype.itemsize)
-    sentence = f"{config.num_heads} heads, a tree of {len(config.tree)} nodes, hidden states of {config.hidden_size}"
+    sentence = (
+        f"{config.num_heads} heads, a tree of {len(config.tree)} nodes, hidden states of size {config.hidden_size}"
+    )
     return ok("heads", sentence)
 
 
@@ -279,7 +281,7 @@ def _tokens(draft: Skeleton, target: Skeleton) -> Finding:
     except UserError as error:
         remedy = f"{error.remedy}, or use other-tokenizer:{draft.name}, which drafts by text"
         raise UserError(error.message, remedy) from error
-    return ok("tokens", "the target's tokenizer")
+    return ok("tokens", "the draft has the target's tokenizer")
 
 
 def _dspark(name: str, folder: Path, target: Skeleton, bytes_of: list[int]) -> Finding:
@@ -300,7 +302,8 @@ def _eagle3(name: str, folder: Path, target: Skeleton, bytes_of: list[int]) -> F
     bytes_of.append(sum(prod(tensor.shape) for tensor in header.values()) * target.model.dtype.itemsize)
     taps, tokens = ", ".join(map(str, config.target_layer_ids)), config.draft_vocab_size
     return ok(
-        "draft", f"writes {tokens} of {config.vocab_size} tokens and reads the target's states after layers {taps}"
+        "draft",
+        f"can draft {tokens} of the target's {config.vocab_size} tokens; reads the target's states after layers {taps}",
     )
 
 
@@ -322,14 +325,16 @@ def _origin(folder: Path, target: Skeleton, trusted: bool, reads_target: bool) -
         adapted = folder / "target"
         remedy = f"use --target {adapted}" if adapted.is_dir() else "train them again on this target"
         return problem("origin", f"{difference}: few drafted tokens would be accepted", remedy)
-    return note("origin", f"{difference}: fewer drafted tokens are accepted", "align it with headstart realign")
+    return note("origin", f"{difference}: fewer drafted tokens are accepted", "align the draft with headstart realign")
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
 
 
 def check_decoding(name: str, dtype: torch.dtype, specs: Sequence[DrafterSpec], trusted: bool) -> list[Finding]:
-    """Load the models, decode a short greedy text plainly and with each drafter, and check it with plain passes."""
+    """Load the models, decode a short greedy text plainly and with each drafter, and check every text with plain
+    passes.
+    """
     loaded: list[tuple[CausalLM, PreTrainedTokenizerBase]] = []
 
     def decode(spec: DrafterSpec | None) -> Finding:
@@ -349,13 +354,13 @@ def check_decoding(name: str, dtype: torch.dtype, specs: Sequence[DrafterSpec], 
 
     findings = []
     for spec in (None, *specs):
-        findings.append(attempt("decoding", partial(decode, spec), "download it again, or use a wider dtype"))
+        findings.append(attempt("decoding", partial(decode, spec), "download the model again, or use a wider dtype"))
         if not loaded:
             break
     return findings
 
 
 def is_small(weights: Mapping[str, int], itemsize: int, free: int | None) -> bool:
-    """Return True if all weights in fp32 are small enough to load unasked."""
+    """Return True if all weights in fp32 are small enough to be loaded by default."""
     in_fp32 = sum(weights.values()) * 4 / itemsize
     return in_fp32 <= min(SMALL, (SMALL if free is None else free) / 2)

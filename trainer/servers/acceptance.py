@@ -12,9 +12,11 @@ from trainer.servers.counters import Counts
 ACCEPTANCE = "acceptance by position"
 SAMPLING = "argmax or sampled drafts"
 _Z = 3.29
-"""A difference of more standard errors than this is significant: 1 in 1,000 positions of a correct server has it."""
+"""A difference of more than this many standard errors is significant. By chance, 1 in 1,000 positions of a correct
+server has such a difference.
+"""
 _SHORT = 0.9
-"""A server that drafts less than this share of full drafts shortens its drafts."""
+"""If a server drafts less than this share of the tokens of full drafts, its drafts count as shortened."""
 _MORE = "pass more prompts (--limit)"
 _BLIND = f"too few drafts to detect even a server that accepts nothing; {_MORE}"
 _NEITHER = (
@@ -29,7 +31,7 @@ _OTHER = (
 
 @dataclass(frozen=True)
 class LoopAcceptance:
-    """Acceptance of the real loop with a chain of ``tokens``, over ``texts`` texts."""
+    """Acceptance measured in the real loop, with chains of ``tokens`` drafted tokens, over ``texts`` texts."""
 
     acceptance: Acceptance
     tokens: int
@@ -48,7 +50,7 @@ class LoopAcceptance:
 
     @property
     def deviation(self) -> float:
-        """Standard error of ``length``: the wider of ``binomial`` and the bootstrap over texts."""
+        """Standard error of ``length``: the larger of ``binomial`` and the bootstrap error over texts."""
         estimate = self.acceptance.tokens_per_pass
         return max((estimate.high - estimate.low) / (2 * expanded_quantile(estimate.observations)), self.binomial)
 
@@ -61,7 +63,7 @@ class LoopAcceptance:
 class Position(NamedTuple):
     """Share of drafts accepted up to a position (from 1), here and on the server.
 
-    ``real``: they differ significantly.
+    ``real``: True if the two shares differ significantly.
     """
 
     position: int
@@ -74,8 +76,8 @@ def compare_positions(ours: LoopAcceptance, server: Counts) -> list[Position]:
     """Compare the shares of drafts accepted up to each position, using the binomial errors of both sides.
 
     The errors are widened by the ratio of bootstrap to binomial error, because passes of the same text are similar.
-    They are also widened by one draft per text, because servers count drafted tokens after the end of a text and the
-    loop here does not.
+    They are also widened by one draft per text, because servers count drafted tokens after the end of a text and our
+    loop does not.
     """
     drafts, estimates, positions = server.drafts or 0, ours.acceptance.unconditional, []
     for index, reached in enumerate(server.reached[: ours.tokens] if drafts else ()):
@@ -91,7 +93,7 @@ def compare_positions(ours: LoopAcceptance, server: Counts) -> list[Position]:
 
 
 class Difference(NamedTuple):
-    """Distance of the server's tokens per target pass from ours.
+    """Distance between the server's and our number of tokens per target pass.
 
     ``least`` is the smallest significant distance. ``whole`` is the distance of a server that accepts nothing.
     """
@@ -107,10 +109,10 @@ class Difference(NamedTuple):
 
 
 def difference(ours: LoopAcceptance, server: Counts) -> Difference | None:
-    """Compare tokens per target pass; return None if the server has not counted any.
+    """Compare tokens per target pass; return None if the server does not report this figure.
 
-    Without counts (SGLang), the server's figure is assumed to be as uncertain as ours. At the end of each text, one
-    draft may count any number of tokens.
+    Without counts (SGLang), the server's figure is assumed to be as uncertain as ours. The last draft of each text may
+    count any number of tokens, so the threshold allows for that.
     """
     if math.isnan(server.acceptance_length):
         return None
@@ -128,7 +130,9 @@ def is_other(ours: LoopAcceptance, server: Counts) -> bool:
 
 
 def distance(ours: LoopAcceptance, server: Counts) -> float:
-    """Return how far apart both are, by the shares at all positions, or by the length if the server has no shares."""
+    """Return the distance between the two acceptances: summed over all positions, or of the lengths if the server
+    reports no positions.
+    """
     shares = [abs(position.server - position.ours) for position in compare_positions(ours, server)]
     return sum(shares) if shares else abs(server.acceptance_length - ours.length)
 
@@ -146,7 +150,7 @@ def compare_acceptance(ours: LoopAcceptance, server: Counts, note: str = "") -> 
     if server.drafted and server.drafted + most * ours.texts < _SHORT * most * drafts:
         told = f"the server drafted {server.drafted / drafts:.2f} tokens at a time, not {most}{note}; {both}"
         remedy = (
-            "let the server draft all of them: use --spec-draft-p-min 0 in llama.cpp, omit "
+            "let the server draft all tokens: use --spec-draft-p-min 0 in llama.cpp, omit "
             "num_speculative_tokens_per_batch_size in vLLM, and leave room in the context"
         )
         return problem(ACCEPTANCE, told, remedy, **figures)

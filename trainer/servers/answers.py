@@ -26,9 +26,9 @@ class CompletionRequest:
     top_p: float = 1.0
     seed: int = 0
     logprobs: int | None = None
-    """Number of best tokens to report at each position, plus the written one; None for no log-probabilities."""
+    """Number of best tokens to report at each position, besides the written token; None for no log-probabilities."""
     controls: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of the request, such as ``top_k``, by the server's names."""
+    """Further fields of the request, such as ``top_k``, under the names that the server uses."""
 
 
 class Completion(NamedTuple):
@@ -113,7 +113,7 @@ def completion_of(response: Any, streamed: bool = False) -> Completion:
 
 _REPLACED = {"id", "object", "created", "model", "usage", "metrics", "role", "type", "name"}
 _REPLACED |= {"finish_reason", "prompt_token_ids"}
-"""Fields that are complete in each event that contains them; other texts and lists are continued."""
+"""Fields that are complete in each event that contains them; other texts and lists continue those of earlier events."""
 
 
 def join_events(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class StreamedAnswer(NamedTuple):
     """A streamed answer with its times on one clock: the request, the last event, and each event with text.
 
     ``tokens`` is None if the server does not count tokens. ``passes[n]`` counts the target passes that accepted n of up
-    to ``drafts`` drafted tokens. It is empty if the server does not report them per request.
+    to ``drafts`` drafted tokens. ``passes`` is empty if the server does not report these counts for each request.
     """
 
     begin: float

@@ -1,7 +1,8 @@
 """Client for a served model, for completions that have token ids if the server reports them.
 
-Servers differ in three ways, which this module hides. Only some, such as vLLM and llama.cpp, accept prompts of token
-ids. Token ids of an answer come under several names, or not at all. `/metrics` has the same parent path as `/v1`.
+This module hides how servers differ. Only some, such as vLLM and llama.cpp, accept prompts of token ids. The token ids
+of an answer come under several names, or not at all. The metrics page is not below the address ``…/v1``, but next to
+it.
 """
 
 import asyncio
@@ -58,7 +59,9 @@ class ServedModel:
         on_answer: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> list[StreamedAnswer]:
-        """Return streamed answers in the order of the requests, timed by ``clock``, ``concurrency`` at a time."""
+        """Send ``concurrency`` requests at a time; return the streamed answers in the order of the requests, with times
+        from ``clock``.
+        """
         return self._run(_at_a_time(concurrency, partial(self._streamed, clock=clock), bodies, on_answer))
 
     def takes(self, body: Mapping[str, Any], clock: Callable[[], float] = time.perf_counter) -> bool:
@@ -100,7 +103,9 @@ class ServedModel:
     # --- what the server accepts ----------------------------------------------------------------------------------
 
     def check_ids(self, prompt: Sequence[int]) -> bool:
-        """Request one token after a prompt of token ids; return False, and remember it, if the server rejects it."""
+        """Request one token after a prompt of token ids; if the server rejects the request, remember this and return
+        False.
+        """
         self.takes_ids = self.takes_ids and self._takes(CompletionRequest(tuple(prompt), 1))
         return self.takes_ids
 

@@ -33,16 +33,19 @@ RETRIES = 5
 REFUSED = (BadRequestError, UnprocessableEntityError)
 _KEY = "OPENAI_API_KEY"
 _IDS = {"return_token_ids": True, "return_tokens": True, "verbose": True}
-"""Fields that request token ids; the first is for vLLM and SGLang, two are for llama.cpp."""
+"""Fields that request token ids; the first is for vLLM and SGLang, the others are for llama.cpp."""
 _STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 _WAYS: tuple[Mapping[str, Any], ...] = ({**_STREAM, **_IDS}, _IDS, _STREAM, {})
-"""Ways to ask, the best first. In streamed chats SGLang rejects ids and llama.cpp omits them. Some servers reject
-all."""
+"""Fields to try, the best first. In streamed chats, SGLang rejects requests for ids, and llama.cpp omits the ids. Some
+servers reject all these fields.
+"""
 _WITHOUT_IDS = _WAYS[2:]
 _AGAIN = "check the endpoint, then run the same command again"
 _PATIENCE = "check the endpoint; 'headstart regenerate' waits longer with --timeout"
 _SECONDS_A_TOKEN = 1.0
-"""For an answer that is not streamed, this many seconds are added for each token that it may have."""
+"""For an answer that is not streamed, this many seconds are added to the time limit for each token that the answer may
+have.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +94,10 @@ class Connection:
     async def ask(self, body: Mapping[str, Any]) -> Completion:
         """Send a request with ``messages`` or a ``prompt``; return the answer, with token ids if the server has them.
 
-        Answers are streamed, so that long ones do not time out, except from servers that report ids only with whole
-        answers. If a server rejects a request only because it asks for ids or a stream, later requests do not ask for
-        them. A request is repeated if the connection is lost, but not if the server is silent. Raises APIError, or
-        UserError if the answer is not a completion or nothing came in time.
+        Answers are streamed, so that long answers do not time out. They are not streamed if the server reports ids only
+        with whole answers. If a server rejects a request only because it asks for ids or a stream, later requests do
+        not ask for these. A request is repeated if the connection is lost, but not if the server is silent. Raises
+        APIError, or UserError if the answer is not a completion or nothing came in time.
         """
         ways, accepted = self._ways, self._accepted  # other requests may change this list meanwhile
         for way in ways:
@@ -122,7 +125,7 @@ class Connection:
                 events = [event async for event in self._events(stream)]
                 answer = completion_of(join_events(events), streamed=True)
                 if answer.finish_reason is None:
-                    raise BrokenOff(f"the endpoint {self.host} broke off its answer (it has no end)", _AGAIN)
+                    raise BrokenOff(f"the endpoint {self.host} broke off its answer (the answer has no end)", _AGAIN)
                 return answer
             except BrokenOff:
                 if not left:
@@ -140,7 +143,7 @@ class Connection:
             "chat/completions" if "messages" in body else "completions",
             cast_to=object,
             body={"model": self.endpoint.model, **body},
-            options={"timeout": None, "max_retries": RETRIES if repeats else 0},  # `_news` has the clock
+            options={"timeout": None, "max_retries": RETRIES if repeats else 0},  # `_news` limits the time
             stream=True,
             stream_cls=AsyncStream[object],
         )
@@ -156,7 +159,9 @@ class Connection:
             await stream.close()
 
     async def _news(self, news: Awaitable[News], body: Mapping[str, Any]) -> News:
-        """Wait for the next part of an answer; raise UserError if it takes too long, `BrokenOff` if it is lost."""
+        """Wait for the next part of an answer; raise UserError if it takes too long, and `BrokenOff` if the connection
+        is lost.
+        """
         patience = self.endpoint.timeout
         if "stream" not in body:
             patience += _SECONDS_A_TOKEN * body["max_tokens"]
@@ -215,12 +220,12 @@ class Connection:
 
 
 def _checked(address: str) -> str:
-    """Return the valid address. Raises UserError without repeating an invalid one, which may contain a password."""
+    """Return the valid address. Raises UserError without repeating an invalid address, which may contain a password."""
     try:
         return str(HttpUrl(address))
     except ValidationError:
         message = "--endpoint is not a server's address"
-        raise UserError(message, "pass one such as http://localhost:8000/v1") from None
+        raise UserError(message, "pass an address such as http://localhost:8000/v1") from None
 
 
 def _is_here(address: str) -> bool:

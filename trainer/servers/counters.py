@@ -28,8 +28,9 @@ class Counts:
     """Counts of one server. Figures that the server does not report are None or empty.
 
     ``drafts`` counts the passes with a draft. ``reached[i]`` counts the passes that accepted at least i + 1 drafted
-    tokens; its length is the most tokens that the server drafts. ``length`` is the acceptance length of a server that
-    reports no counts. ``cumulative`` means that counts start with the server, so they can be subtracted.
+    tokens; the length of ``reached`` is the largest number of tokens that the server drafts at a time. ``length`` is
+    the acceptance length of a server that reports no counts. ``cumulative`` means that the counts are totals since the
+    server's start, so earlier counts can be subtracted.
     """
 
     server: str
@@ -49,7 +50,7 @@ class Counts:
 
     @property
     def tokens(self) -> int | None:
-        """The most tokens that the server drafts at a time; None if it does not count per position."""
+        """Largest number of tokens that the server drafts at a time; None if the server does not count per position."""
         return len(self.reached) or None
 
     def since(self, before: "Counts | None") -> "Counts":
@@ -75,9 +76,9 @@ class Counts:
 def parse_counts(text: str, model: str | None = None) -> Counts:
     """Parse one model's counts on a Prometheus page: add up counters of several engines, and average gauges.
 
-    ``model`` chooses among several models by the server's name. An acceptance length below 1 is impossible; it is the
-    gauge of an engine that has not drafted, and it is left out. Raises NoCounts, or UserError if the text has counts of
-    several models and ``model`` is not one of them.
+    If the page counts several models, ``model`` is the server's name of the model to read. An acceptance length below 1
+    is impossible: the gauge of an engine that has not drafted shows it, and this gauge is left out. Raises NoCounts, or
+    UserError if the text has counts of several models and ``model`` is not one of them.
     """
     try:
         from prometheus_client.parser import text_string_to_metric_families
