@@ -216,7 +216,11 @@ def test_a_rope_theta_that_only_transformers_5_finds_is_named_first(desk: Desk, 
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_theta": 7.0}, ROPE, "served draft has"),
         ({"max_position_embeddings": 40}, ROPE, "after the draft's 40 positions"),
         ({"headstart_output_tokens": "output_tokens.json"}, VOCABULARY, "servers ignore output_tokens.json"),
-        ({"tie_word_embeddings": True}, TOP_1, "servers ignore its lm_head.weight because tie_word_embeddings is true"),
+        (
+            {"tie_word_embeddings": True},
+            TOP_1,
+            "servers ignore the draft's lm_head.weight because tie_word_embeddings is true",
+        ),
     ],
 )
 def test_a_config_that_the_server_reads_otherwise_is_named(

@@ -361,7 +361,7 @@ def test_answers_by_two_models_end_the_run_and_name_both(tmp_path: Path) -> None
     def answering(model: str) -> Any:
         return lambda request: (200, {**chat("Yes")[1], "model": model})
 
-    both = r"127\..* serves 'large', but before .* served 'tiny'; finished answers are saved"
+    both = r"127\..* serves 'large', but earlier .* served 'tiny'; finished answers are saved"
     with serve(in_turn(answering("tiny")(None), answering("large")(None))) as endpoint:
         chosen = options(tmp_path, endpoint.address, ("one", "two"), concurrency=1)
         with pytest.raises(ValueError, match=both):

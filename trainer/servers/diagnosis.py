@@ -83,7 +83,7 @@ def compare_settings(target: CausalLM, target_folder: Path, served: Path, traine
     """Compare rope, windows and positions in the configs of target and draft; heads lack these settings.
 
     ``target_folder`` contains the target, ``served`` is the folder that the server reads, and ``trained`` is the folder
-    with which we decode here. ``longest`` is the longest text of the replay, in tokens.
+    whose weights decode here. ``longest`` is the longest text of the replay, in tokens.
     """
     kind, read = kind_of(served), ["the target's"]
     differences: list[Difference] = [*misread_keys(read[0], read_object(target_folder / "config.json", _REMEDY))]
@@ -101,7 +101,7 @@ def compare_settings(target: CausalLM, target_folder: Path, served: Path, traine
 
 
 def _other_target(target_folder: Path, trained: Path) -> list[Difference]:
-    """Return a difference if the speculator was trained on another target's states, as far as its folder records it."""
+    """Return a difference if the speculator's folder records that it was trained on another target's states."""
     wanted = trained_for(trained)
     if wanted is None or (stored := stored_fingerprint(target_folder)) == wanted:
         return []
@@ -167,9 +167,11 @@ _TEXTS = 16
 _BATCH = 8
 _NO_COUNTS = (
     "the server reports no counts of speculation: start it with speculation and metrics (SGLang --enable-metrics, "
-    "llama.cpp --metrics), or pass its page as --metrics"
+    "llama.cpp --metrics), or pass the address or a file of the server's metrics page as --metrics"
 )
-_MISREAD = "the server reads the draft with {}: compare the config.json that it loads, or use another server version"
+_MISREAD = (
+    "the server reads the draft with {}: compare the config.json that the server loads, or use another server version"
+)
 
 Page = Callable[[], str | None]
 """Function that reads the server's metrics page; it returns None if there is none."""
@@ -177,7 +179,7 @@ Page = Callable[[], str | None]
 
 @dataclass(frozen=True)
 class Replay:
-    """A speculator to diagnose, its prompts, and what is known of the server.
+    """A speculator to diagnose, the prompts to replay, and what is known about the server.
 
     ``served`` is the speculator's folder that the server reads; ``target_folder`` is the target's folder.
     """
@@ -215,8 +217,8 @@ def diagnose(
 ) -> Iterator[Finding]:
     """Make all comparisons and yield their findings in order.
 
-    ``page`` reads the server's metrics page; the default is the page next to its address. ``given`` are counts from
-    elsewhere, used if the server reports none. ``watch`` is called with the name of each stage.
+    ``page`` reads the server's metrics page; the default is the page next to the server's address. ``given`` are counts
+    from elsewhere, used if the server reports none. ``watch`` is called with the name of each stage.
     """
     if served is None:
         yield undecided(TEMPLATE, "no --endpoint was given")
@@ -305,7 +307,7 @@ def _by_counts(replay: Replay, counted: Sequence[ServerCounts]) -> tuple[Finding
 
 
 def _explained(replay: Replay, draft: Draft, counted: ServerCounts, finding: Finding) -> Finding:
-    """Add to a finding the misreadings of the draft that reproduce the server's acceptance, nearest first."""
+    """Name in the finding the misreadings of the draft that reproduce the server's acceptance, the closest first."""
     same = dict[str, float]()
     for name, other in other_readings(draft, replay.target):
         changed = replace(replay, speculator=replay.speculator._replace(weights=other))

@@ -47,7 +47,7 @@ class _NoAnswer(Exception):
 
 
 class EndpointBackend:
-    """Source of answers from endpoints of one target, for several conversations at a time, each turn by turn.
+    """Source of answers from endpoints of one target. Several conversations run at a time, each of them turn by turn.
 
     Conversations are dealt to the endpoints in rotation. If an endpoint rejects a request, or still fails after the
     client's retries, the next endpoint gets it. An endpoint that could not be reached is asked last from then on. A
@@ -64,7 +64,8 @@ class EndpointBackend:
     ) -> None:
         """Check the endpoints without sending anything.
 
-        ``sampling`` None leaves sampling to the servers. ``variables`` go to the chat template; None sends none.
+        If ``sampling`` is None, the servers choose how to sample. ``variables`` are sent for the chat template, unless
+        they are None.
         """
         self._sampling: dict[str, Any] = {} if variables is None else {"chat_template_kwargs": variables}
         if sampling is not None:
@@ -181,7 +182,7 @@ class EndpointBackend:
             first, there = self._first = self._first or (model, host)
             if model != first:
                 raise UserError(
-                    f"{host} serves {model!r}, but before {there} served {first!r}; finished answers are saved",
+                    f"{host} serves {model!r}, but earlier {there} served {first!r}; finished answers are saved",
                     "pass endpoints that serve the same model",
                 )
 

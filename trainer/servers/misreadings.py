@@ -1,6 +1,6 @@
-"""Common misreadings of a draft's folder, which make it draft badly here or in a server, and how to find them.
+"""Common misreadings of a draft's folder, which make the draft guess badly here or in a server, and how to find them.
 
-A misreading is found if the target's own texts fit the draft better when it is read that way.
+A misreading is found if the draft predicts the target's own texts better when its folder is read that way.
 """
 
 import copy
@@ -36,9 +36,11 @@ Predictions = Iterator[tuple[int, Int[Tensor, " labels"], Float[Tensor, "labels 
 """For each depth (from 0): tokens of a text, and the logits that predict them."""
 
 _TOKENS = 4
-"""Number of tokens at a time to compare if the weights can draft any number."""
+"""Number of depths to compare if the weights can draft any number of tokens."""
 _Z = 4.0
-"""Number of standard errors beyond which a misreading counts as a better fit; several misreadings are tried."""
+"""Number of standard errors beyond which a misreading counts as a better fit; large, because many misreadings are
+tried.
+"""
 _THETAS = (1e4, 5e5, 1e6)
 _ROTARY = ("default", "linear", "llama3", "yarn")
 _PARTS: Mapping[str, tuple[str, nn.Module | None]] = {
@@ -51,7 +53,7 @@ FP16, _FP32 = "fp16 arithmetic", "fp32 arithmetic"
 
 
 def depths_of(weights: Weights) -> int | None:
-    """Return the number of tokens that the weights draft at a time, None for any number."""
+    """Return the number of tokens that the weights draft at a time; None if they can draft any number."""
     if isinstance(weights, CausalLM | Eagle3Draft):
         return None
     config = weights.config
@@ -62,7 +64,8 @@ def depths_of(weights: Weights) -> int | None:
 def guesses(
     weights: Weights, target: CausalLM, texts: Sequence[Sequence[int]]
 ) -> tuple[Int[Tensor, " places"], Int[Tensor, " places"]]:
-    """Return tokens of the texts, each once for every depth at which the weights draft it, and what they draft there.
+    """Return tokens of the texts, and the tokens that the weights draft in their places. Each token of a text appears
+    once for every depth at which the weights draft it.
 
     Raises UserError for a target whose states cannot be read.
     """
@@ -73,7 +76,7 @@ def guesses(
 
 
 def _predicted(weights: Weights, target: CausalLM, online: OnlineTarget | None, text: Sequence[int]) -> Predictions:
-    """Draft after each token of a text, given the text's own tokens."""
+    """Draft after each token of a text; every draft reads the text's own tokens."""
     tokens = torch.tensor(list(text), device=target.device)
     if isinstance(weights, CausalLM):
         logits = weights.model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
@@ -89,7 +92,9 @@ def _predicted(weights: Weights, target: CausalLM, online: OnlineTarget | None, 
 
 
 def continued_logits(draft: Eagle3Draft, target: CausalLM, online: OnlineTarget, text: Sequence[int]) -> Predictions:
-    """Yield an EAGLE-3 draft's logits for `_TOKENS` depths, each time with the text's own tokens as drafted ones."""
+    """Yield an EAGLE-3 draft's logits at `_TOKENS` depths. At each depth the draft reads the text's own tokens in place
+    of tokens that it drafted.
+    """
     batch = collate([Example(text, [True] * len(text), 1)]).to(target.device)
     _, states = online.tapped(batch, draft.config.target_layer_ids)
     anchors = torch.arange(1, len(text) - 1, device=target.device)
@@ -118,7 +123,9 @@ def other_readings(draft: Draft, target: CausalLM) -> Iterator[tuple[str, Draft]
 
 
 def _other_configs(config: DSparkConfig | Eagle3Config) -> dict[str, dict[str, Any]]:
-    """Return changes of settings that some program ignores, or reads in another way, by the name of the misreading."""
+    """Return one change of the config per misreading, keyed by the name of the misreading. Each change imitates a
+    program that ignores a setting or reads it in another way.
+    """
     changes: dict[str, dict[str, Any]] = {
         f"taps one layer {name}": {"target_layer_ids": tuple(tap + step for tap in config.target_layer_ids)}
         for name, step in (("lower", -1), ("higher", 1))
@@ -134,7 +141,9 @@ def _other_configs(config: DSparkConfig | Eagle3Config) -> dict[str, dict[str, A
 
 
 def _other_states(config: DSparkConfig | Eagle3Config, target: CausalLM) -> dict[str, Callable[[Any], object]]:
-    """Return edits of a draft by which it reads other states of the target, by the name of the misreading."""
+    """Return one edit of the draft per misreading, keyed by the name of the misreading. After an edit, the draft reads
+    other states of the target.
+    """
     decoder: Any = target.model.get_decoder()
     norms = [module for module in decoder.children() if "norm" in type(module).__name__.lower()]
     taps, width = len(config.target_layer_ids), (-1, config.hidden_size)
@@ -155,12 +164,14 @@ def _other_states(config: DSparkConfig | Eagle3Config, target: CausalLM) -> dict
 
 
 def _other_parts(draft: Draft) -> dict[str, Callable[[Any], object]]:
-    """Return edits of a draft's parts that some program ignores or takes for another, by the name of the misreading."""
+    """Return one edit of the draft per misreading, keyed by the name of the misreading. Each edit imitates a program
+    that ignores a part of the draft or takes one part for another.
+    """
     config, others = draft.config, dict[str, tuple[str, Any]]()
     others |= {name: other for name, other in _PARTS.items() if getattr(draft, other[0], None)}
     if config.draft_vocab_size not in (None, config.vocab_size):
         outputs = torch.arange(len(draft.d2t), device=draft.d2t.device)
-        last = config.vocab_size - 1 - outputs  # servers have no token beyond it
+        last = config.vocab_size - 1 - outputs  # with a larger offset, the token would not exist
         others["no d2t"] = "d2t", 0 * outputs
         others["offsets in d2t as token ids"] = "d2t", draft.d2t - outputs
         others["token ids in d2t as offsets"] = "d2t", torch.minimum(draft.d2t + outputs, last)
@@ -174,7 +185,7 @@ def _other_parts(draft: Draft) -> dict[str, Callable[[Any], object]]:
 
 
 def _other_ropes(config: DSparkConfig | Eagle3Config, target: CausalLM) -> dict[str, dict[str, Any]]:
-    """Return changes of the rotary embeddings, by the name of the misreading."""
+    """Return changes of the rotary embeddings, keyed by the name of the misreading."""
     own: Mapping[str, Any]
     if isinstance(config, Eagle3Config):
         own = config.rope_parameters
@@ -195,7 +206,7 @@ def _other_ropes(config: DSparkConfig | Eagle3Config, target: CausalLM) -> dict[
 
 
 def _with_config(draft: Draft, target: CausalLM, **changes: Any) -> Draft:
-    """Return a copy of a draft with other settings; raise UserError if the target does not fit these."""
+    """Return a copy of a draft with other settings; raise UserError if these settings do not fit the target."""
     other: Draft
     if isinstance(draft, DSparkDraft):
         config = replace(draft.config, **changes)
@@ -214,9 +225,10 @@ def remedy_of(names: Collection[str], otherwise: str) -> str:
 
 
 def misread(check: str, target: CausalLM, weights: Weights, texts: Sequence[Sequence[int]]) -> Finding | None:
-    """Return a problem if the target's texts fit a misreading of weights better, or do not fit the weights at all.
+    """Return a problem if a misreading of the weights predicts the target's texts better, or if the weights do not
+    predict them at all.
 
-    Draft models are not checked, as they do not read the target.
+    Draft models are not checked, because they do not read the target.
     """
     if isinstance(weights, CausalLM):
         return None
@@ -233,7 +245,9 @@ def misread(check: str, target: CausalLM, weights: Weights, texts: Sequence[Sequ
         return problem(check, f"{told}, but in {shares[best]:.1%} with {best}", remedy_of([best], remedy))
     if _fits_better(most_frequent, hits):
         remedy = "pass the target of the training, or train on this target"
-        told += ", fewer than the most frequent token: the weights are for another target or another order of tokens"
+        told += (
+            ", fewer than the most frequent token fills: the weights are for another target or another order of tokens"
+        )
         return problem(check, told, remedy)
     return None
 

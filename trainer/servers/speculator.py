@@ -29,7 +29,7 @@ _KINDS = {"heads": "heads", "draft": "draft", "draft-tree": "draft", "dspark": "
 _KINDS |= {"eagle3": "eagle3", "eagle3-tree": "eagle3"}
 """Maps names of drafters to the kinds of their weights."""
 _LEAST = 0.98
-"""If fewer top-1 tokens than this share are equal, the weights differ: rounding to bf16 changes fewer tokens."""
+"""If a smaller share of top-1 tokens is equal, the weights differ: rounding to bf16 changes fewer tokens than that."""
 _WEIGHTS = "model.safetensors"
 _REMEDY = "export the speculator again from the run that was measured, and point the server at the new folder"
 
@@ -59,14 +59,16 @@ class Speculator(NamedTuple):
         return self.chain(1).max_positions
 
     def chain_length(self, wanted: int | None) -> int:
-        """Return ``wanted``, but at most what the weights can draft; None means this maximum (4 if there is none)."""
+        """Return ``wanted``, or the number of tokens that the weights can draft if that is less. For None, return the
+        number that the weights can draft, or 4 if there is no limit.
+        """
         most = depths_of(self.weights)
         return wanted or _DRAFT_TOKENS if most is None else min(wanted or most, most)
 
     def chain(self, tokens: int, sampled: bool = True) -> Drafter:
         """Make a drafter of chains.
 
-        Above temperature 0 it samples from q if ``sampled``, and otherwise takes the argmax.
+        Above temperature 0 the drafter samples from q if ``sampled`` is True, and otherwise takes the argmax.
         """
         if isinstance(self.weights, CausalLM):
             return DraftModelDrafter(self.weights, tokens, sampled)
@@ -94,7 +96,7 @@ def named_speculator(text: str) -> SpeculatorName:
 
 
 def load_speculator(named: SpeculatorName, target: CausalLM, trusted: bool = False) -> Speculator:
-    """Load the weights to run on the target."""
+    """Load the weights, to draft for the target."""
     if named.kind == "heads":
         return Speculator(named, load_heads(named.folder, target))
     if named.kind == "dspark":
@@ -135,7 +137,7 @@ def compare_top_1(
     if share == 1 or (share >= _LEAST and not tied):
         return ok(TOP_1, told, **figures)
     if tied:
-        ignored = f"{told}: servers ignore its lm_head.weight because tie_word_embeddings is true"
+        ignored = f"{told}: servers ignore the draft's lm_head.weight because tie_word_embeddings is true"
         return problem(TOP_1, ignored, "set tie_word_embeddings to false in the served config.json", **figures)
     others = f"{told}: the served weights differ{_other_tensors(trained, read)}"
     return problem(TOP_1, others, _REMEDY, **figures)
@@ -154,7 +156,9 @@ def _other_tensors(trained: Weights, read: Weights) -> str:
 
 
 def _read_served_draft(folder: Path, target: CausalLM, trusted: bool) -> tuple[CausalLM, bool]:
-    """Load a draft as vLLM and transformers do, and return True if ``tie_word_embeddings`` hides another lm_head."""
+    """Load a draft as vLLM and transformers do. Also return True if the folder has an lm_head of its own that
+    ``tie_word_embeddings`` makes them ignore.
+    """
     model = load_model(str(folder), target.dtype, target.device, trusted)
     stored, path = read_object(folder / "config.json", _REMEDY), folder / _WEIGHTS
     embeddings: Any = model.get_input_embeddings()

@@ -1,12 +1,12 @@
-"""Two comparisons: the prompt as the server read it with the chat template, and the server's greedy texts with the
-target.
+"""Two comparisons. One compares the prompt that the server read with the prompt that the chat template renders here;
+the other compares the server's greedy texts with the target.
 
-A correct text has the target's best token or a near-tie everywhere, and the same end. A server can also score its
-greedy texts, without a draft, in passes over one token and in passes over several. A pass over several tokens may round
-differently from passes over one token, most of all with quantised weights. Speculation verifies drafts in passes over
-several tokens, so its texts may depart from those of plain decoding at near-ties. The scores distinguish such
-differences from faults. Every request asks for one token, so nothing is drafted. The server's cache contains all but
-the last ``width`` tokens of the prompt, so these tokens are computed in one pass.
+In a correct text, every token is the target's best token or a near-tie with it, and the text ends where the target ends
+it. A server can also score its greedy texts, without a draft, in passes over one token and in passes over several
+tokens. A pass over several tokens may round differently from passes over one token, most of all with quantised weights.
+Speculation verifies drafts in passes over several tokens, so its texts may depart from those of plain decoding at
+near-ties. The scores distinguish such differences from faults. Every request asks for one token, so nothing is drafted.
+The server's cache contains all but the last ``width`` tokens of the prompt, so these tokens are computed in one pass.
 """
 
 import math
@@ -183,10 +183,10 @@ def compare_texts(
 def tokens_of(
     answer: Completion, ours: Sequence[int], tokenizer: PreTrainedTokenizerBase, eos: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return an answer's tokens, including the EOS that ended it even if the server omits it.
+    """Return an answer's tokens, including the EOS that ended the answer, even if the server omits this token.
 
-    If the answer is only text, our tokens are used as far as they spell it, and only the rest is tokenized: tokens of
-    the whole text could differ from ours earlier than the texts do.
+    If the answer is only text, our tokens are used as far as they spell the text, and only the rest is tokenized.
+    Otherwise the tokens could differ from ours at an earlier place than the texts.
     """
     tokens = list(answer.token_ids or ())
     if answer.token_ids is None:
@@ -200,15 +200,19 @@ def tokens_of(
 
 CHECK = "rounding or rule"
 _BEST, _MOST_WALKS = 20, 16
-"""Number of tokens whose scores are compared at a place, and of a text's differences that are scored at both widths."""
+"""Number of tokens whose scores are compared at a place, and number of a text's differences that are scored at both
+widths.
+"""
 _MOST_ROUNDING = 4 * near_tie(torch.bfloat16)
-"""If the width of a pass changes a gap by more, it is a fault: rounding to 8 bits, as in bf16, cannot cause it."""
+"""If the width of a pass changes a gap by more than this, the server has a fault: rounding to 8 bits, as in bf16,
+changes gaps less.
+"""
 Scores = Mapping[int, float]
 """Log-probabilities of the best tokens by id."""
 
 
 class Scorer(NamedTuple):
-    """A server that scores texts. ``controls`` switch off its own sampling controls.
+    """A server that scores texts. ``controls`` switch off the server's own sampling controls.
 
     ``forced`` is a token of whole characters: every request makes the server write it, because llama.cpp leaves out the
     scores of a token that ends inside a character.
@@ -219,10 +223,10 @@ class Scorer(NamedTuple):
     forced: int
 
     def scores(self, text: EngineText, last: int, width: int) -> dict[int, Scores]:
-        """Return the scores of tokens by their place in the text (from 0), from passes over ``width`` tokens.
+        """Return the scores of tokens, made in passes over ``width`` tokens. Keys are places in the text (from 0).
 
         The last pass scores place ``last``. The first pass after the prompt may be narrower, so its scores are left
-        out. Raises UserError if the server reports no scores, or computes more tokens than asked.
+        out. Raises UserError if the server reports no scores, or computes another number of tokens than requested.
         """
         scores_at, known = dict[int, Scores](), 0
         for position in (0, *range(last % width or width, last + 1, width)):
@@ -243,10 +247,10 @@ class Scorer(NamedTuple):
 def rounding_or_rule(scorer: Scorer, texts: Sequence[EngineText], width: int, ends: Sequence[int]) -> Finding:
     """Score greedy texts in passes over one token and over ``width`` tokens, and judge the differences.
 
-    A difference is a token that is not the best of its place in passes over one token. Rounding explains it if two
-    conditions are met. Its gap to the best token is at most the largest change of a gap between two tokens that the
-    width of a pass causes, and this change is small enough for rounding. ``ends`` are the ids that end a text. The
-    finding is open if the server cannot be asked.
+    A difference is a token that does not have the best score at its place in passes over one token. Rounding explains
+    the differences if two conditions are met. First, the width of a pass can change the gap between the scores of two
+    tokens by at least as much as any difference is below the best score. Second, this largest change is small enough to
+    be rounding. ``ends`` are the ids that end a text. The finding is open if the server cannot be asked.
     """
     gaps, changes, turned, places = list[float](), list[float](), 0, 0
     try:
@@ -263,7 +267,9 @@ def rounding_or_rule(scorer: Scorer, texts: Sequence[EngineText], width: int, en
                     changes.append(max(moved) - min(moved) if moved else math.inf)
                     turned += _best(scores) != _best(single[at])
     except UserError as error:
-        return undecided(CHECK, f"the server does not score its texts without a draft, so this stays open: {error}")
+        return undecided(
+            CHECK, f"the server does not score its texts without a draft, so this check stays open: {error}"
+        )
     widest, most = max(gaps, default=0.0), max(changes, default=0.0)
     passed, equal = widest <= most <= _MOST_ROUNDING, places - len(gaps)
     told = f"in passes over one token, without a draft, the server also writes {equal:,} of these {places:,} tokens"
@@ -283,8 +289,8 @@ def explained(identity: Finding, evidence: Finding, quantised: bool) -> Finding:
     """Return the finding of `greedy_identity` as a note if rounding in the server explains its faults.
 
     ``evidence`` is the finding of `rounding_or_rule`, which says what the width of a pass changes. For ``quantised``
-    weights a near-tie of bf16 also counts as rounding, because llama.cpp's kernels for them round activations to 8
-    bits.
+    weights a near-tie of bf16 also counts as rounding, because llama.cpp's kernels for such weights round activations
+    to 8 bits.
     """
     rounding = max(evidence.figures.get("largest_change", 0.0), near_tie(torch.bfloat16) if quantised else 0.0)
     if evidence.status != "ok" or identity.figures["widest_fault"] > rounding:

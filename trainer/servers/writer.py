@@ -25,8 +25,9 @@ class ServedWriter:
     """A served model that continues prompts of token ids.
 
     Construction asks the server how it reports token ids, whether it accepts prompts of token ids, and whether it
-    accepts controls other than temperature and top-p. Raises UserError if it rejects a control that is to be tested, or
-    reads another prompt than it was sent. Without a ``tokenizer``, the server must accept and report token ids.
+    accepts controls other than temperature and top-p. Raises UserError if the server rejects a control that is to be
+    tested, or reads another prompt than the one that was sent. Without a ``tokenizer``, the server must accept and
+    report token ids.
     """
 
     def __init__(
@@ -46,9 +47,9 @@ class ServedWriter:
             raise UserError("the server rejects top_k", "omit --top-k")
         self.source: Source = "token ids"
         self.retold = 0
-        """Texts that had to be tokenized again, because the server reported no token ids."""
+        """Number of texts that had to be tokenized again, because the server reported no token ids."""
         self.unlike = 0
-        """Texts tokenized again that do not decode to the same text."""
+        """Number of texts that were tokenized again and then did not decode to the same text."""
         self.greedy: list[EngineText] = []
         """The greedy texts that the server wrote last."""
         self._logprobs: int | None = None
@@ -81,7 +82,9 @@ class ServedWriter:
         return texts
 
     def rounding_or_rule(self, faulty: Sequence[int]) -> Finding:
-        """Have the server score its greedy texts with these numbers (from 1), to tell rounding from a wrong rule."""
+        """Have the server score some of its greedy texts, to tell rounding from a wrong rule. ``faulty`` lists the
+        numbers of these texts, from 1.
+        """
         counts = find_counts(self._served.metrics(), self._served.served.model)
         width = 1 + ((counts.tokens if counts else None) or _USUAL_DRAFT)
         forced = self._text_tokenizer("a", add_special_tokens=False)["input_ids"][-1]
@@ -116,7 +119,7 @@ class ServedWriter:
         return prompt
 
     def _tokens(self, answer: Completion) -> tuple[int, ...]:
-        """Return the answer's tokens, including the EOS that ended it even if the server omits it."""
+        """Return the answer's tokens, including the EOS that ended the answer, even if the server omits this token."""
         tokens = _ids_of(answer)
         if tokens is None:
             tokens = tuple(self._text_tokenizer(answer.text, add_special_tokens=False)["input_ids"])

@@ -24,7 +24,7 @@ class _Console(Console):
         raise
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render with every text `visible`, so that control characters in texts do not reach the terminal."""
+        """Pass every text through `visible`, so that control characters in texts do not reach the terminal."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 
@@ -71,7 +71,7 @@ def is_terminal() -> bool:
 
 @contextmanager
 def waiting(work: str) -> Iterator[None]:
-    """Show ``work`` on standard error until the block ends, if it is a terminal. Uses no thread and no spinner."""
+    """If standard error is a terminal, show ``work`` there until the block ends. Uses no thread and no spinner."""
     shown = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     if shown:
         sys.stderr.write(f"{visible(work)} …"[: shutil.get_terminal_size().columns - 1])
@@ -91,7 +91,7 @@ _VARIABLES = {
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     "DATASETS_VERBOSITY": "error",
     "HF_HUB_VERBOSITY": "error",
-    "TOKENIZERS_PARALLELISM": "false",  # we tokenize texts one by one, and otherwise it would warn at every fork
+    "TOKENIZERS_PARALLELISM": "false",  # we tokenize texts one by one; otherwise this library would warn at every fork
     "WANDB_SILENT": "true",
 }
 """Variables that libraries read on import; values set by the user stay."""
@@ -117,8 +117,8 @@ LINE_SECONDS = 15.0
 class ProgressBar:
     """One task's progress, as a bar or lines such as "answering: 120/1,792, 310 tokens/s, about 12 min left".
 
-    ``completed`` of ``total`` items (None: not known yet) were done before. Only an ``active`` bar shows anything; of
-    several processes, one has such a bar. ``clock`` returns seconds.
+    ``completed`` of ``total`` items were done before; ``total`` is None if it is not known yet. Only an ``active`` bar
+    shows anything; if there are several processes, one of them has such a bar. ``clock`` returns seconds.
     """
 
     def __init__(
