@@ -122,7 +122,9 @@ def test_without_the_hub_the_remedy_is_a_named_commit(hub: FakeHub, monkeypatch:
     told = refused(loaded)
     assert "http://127.0.0.1:9 cannot be reached (ConnectError): check the connection, or pass the commit whose" in told
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set: unset it, or pass the commit whose tokens are cached here" in refused(loaded)
+    assert "HF_HUB_OFFLINE is set: unset it, or pass the commit whose tokens are cached on this machine" in refused(
+        loaded
+    )
 
 
 def test_a_connection_that_breaks_is_tried_again_and_lost_ends_in_one_sentence(
