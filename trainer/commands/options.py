@@ -20,7 +20,7 @@ class EvaluateOptions(shared.ModelOptions):
 
     target: shared.Target = ""
     prompts: Annotated[str, Option(metavar="FILE", help=shared.QUESTIONS_HELP)]
-    output: Annotated[Path, Option(metavar="FOLDER", help="Folder for report.json and report.html.")]
+    output: Annotated[Path, Option(metavar="FOLDER", help="Folder for the report (JSON, HTML).")]
     drafter: Annotated[
         list[str] | None, Option(metavar=shared.SPEC, help=f"Drafter to measure; repeatable; {shared.DRAFTERS}.")
     ] = None
