@@ -64,7 +64,9 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gap_that_the_width_of_a_pass_can_change_is_rounding() -> None:
     server = CachingServer(gap=0.1, shift=0.3)
     finding = found(server)
-    assert finding.status == "ok" and "8 of these 9 tokens; the scores of the others are up to 0.1" in finding.found
+    assert (
+        finding.status == "ok" and "8 of these 9 tokens; the scores of the other tokens are up to 0.1" in finding.found
+    )
     assert "by up to 0.3, and the best token changes at 2 of 3 places: the texts differ by rounding" in finding.found
     assert server.widths[:10] == [3, *[1] * 9], "the prompt, and each token alone"
     assert sorted([server.widths[10:14], server.widths[14:]]) == [[3, 1, 4, 4], [3, 2, 4]], "up to places 9 and 6"

@@ -25,7 +25,9 @@ from trainer.terminal.streaming import CtrlC, legend, show_steps, shows_styles, 
 
 
 def run_generate(options: GenerateOptions, console: Console | None = None) -> bool:
-    """Stream the text to the console and its figures to standard error; return False if Ctrl-C stopped the text."""
+    """Stream the text to the console, and print its figures on standard error. Return False if Ctrl-C stopped the text
+    early.
+    """
     console = console or standard_output()
     decoder = read_decoder(options)
     prompt = encode_prompt(options.prompt, decoder.tokenizer, chat=True)

@@ -15,7 +15,7 @@ class DiagnoseOptions(shared.ModelOptions):
 
     speculator: Annotated[
         str,
-        Argument(help="heads:PATH, draft:PATH,tokens=4, dspark:PATH or eagle3:PATH; or the folder of a run or export."),
+        Argument(help="heads:PATH, draft:PATH,tokens=4, dspark:PATH or eagle3:PATH; or a folder of a run or export."),
     ]
     prompts: Annotated[str, Option(metavar="FILE", help=f"{shared.PROMPTS_HELP} per line; preferably held out.")]
     exported: Annotated[

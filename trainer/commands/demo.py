@@ -40,7 +40,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> None:
     """Load the models and serve the page until Ctrl-C."""
     console = console or standard_error()
     app = imported_app()
-    socket.create_server((options.host, options.port)).close()  # fail before models are loaded
+    socket.create_server((options.host, options.port)).close()  # reports an occupied port before models are loaded
     asked, notes = asked_drafters(options)
     loaded = load_models(options, asked)
     models = Models.of(loaded.target, loaded.tokenizer, loaded.drafters)

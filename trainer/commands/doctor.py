@@ -77,7 +77,7 @@ def _models(options: DoctorOptions, name: str) -> tuple[dict[str, list[Finding]]
     decode = options.decode if options.decode is not None else small and here
     if decode and all_pass([finding for findings in sections.values() for finding in findings]):
         decoded = models.check_decoding(target.name, torch.float32 if small else dtype, specs, trusted)
-        for section, finding in zip(sections.values(), decoded, strict=False):  # a problem ends the findings early
+        for section, finding in zip(sections.values(), decoded, strict=False):  # the findings end at the first problem
             section.append(finding)
     return sections, models.fitting_recipes(target.model)
 

@@ -68,7 +68,9 @@ class _BegunAt(Checkpoints):
 
 
 class _Times(NamedTuple):
-    """Seconds of one step, of the target's pass in this step, and of one phase that writes texts during training."""
+    """Durations in seconds: of one step, of the target's pass in this step, and of one phase in which training writes
+    texts.
+    """
 
     step: float
     target: float

@@ -172,8 +172,8 @@ def chosen_questions(every: Sequence[Question], options: EvaluateOptions, proces
 
 
 def _fitting(asker: Asker, config: EvaluationConfig, models: LoadedModels) -> Asker:
-    """Drop questions that, with their new tokens, are too long for the target or a drafter; raise UserError if none is
-    left.
+    """Drop questions that, with their new tokens, are too long for the target or a drafter; raise UserError if no
+    question is left.
     """
     limits = [models.target.max_positions, *(drafter.max_positions for drafter in models.drafters.values())]
     longest = min((limit for limit in limits if limit is not None), default=None)

@@ -17,7 +17,7 @@ from decoding.measure.redact import published_command, without_local_paths
 from trainer.terminal.console import say
 
 PRINTED = "-"
-"""File name that prints the findings as JSON instead of text."""
+"""With this file name, the findings are printed as JSON instead of text."""
 _STYLES = {"ok": "green", "note": "yellow", "open": "yellow", "problem": "bold red"}
 
 

@@ -137,7 +137,7 @@ class PlanOptions(shared.ModelOptions):
         list[str] | None,
         Option(
             metavar=shared.SPEC,
-            help=f"Drafter to plan with; repeatable; if none is given, predict its gain; {shared.DRAFTERS}.",
+            help=f"Drafter to plan with; repeatable; if none is given, predict what training gains; {shared.DRAFTERS}.",
         ),
     ] = None
     prompt_field: shared.PromptField = None
@@ -299,7 +299,7 @@ class RealignOptions:
     ]
     output: Annotated[Path, Option(metavar="FOLDER", help="Folder for realigned.json and, in final/, the draft.")]
     temperature: Annotated[
-        float, Option(help="Temperature of the training answers; use that of your later decoding; 0 is greedy.")
+        float, Option(help="Temperature of the training answers; use the one for later decoding; 0 is greedy.")
     ] = 0.0
     max_new_tokens: shared.MaxNewTokens = 256
     steps: Annotated[int, Option(min=1, help="Training steps.")] = 200

@@ -69,7 +69,9 @@ class HeldoutFigures(NamedTuple):
 
 
 def run_realign(options: RealignOptions, console: Console | None = None) -> dict[str, Any]:
-    """Measure the stale draft, let the target answer, train, measure again; print and return the report."""
+    """Measure the stale draft, let the target write answers, train the draft on them, and measure the draft again;
+    print and return the report.
+    """
     watched, console = console or standard_error(), console or standard_output()
     check_can_be_folder(options.output, "output")
     if Path(options.draft).resolve() == (options.output / FINAL).resolve():

@@ -17,7 +17,7 @@ Number = TypeVar("Number", int, float)
 
 
 def names(text: Any) -> Sequence[str]:
-    """Parse comma-separated names and drop repeated ones. Defaults are not strings and are returned unchanged."""
+    """Parse comma-separated names and drop repeated names. Defaults are not strings and are returned unchanged."""
     return tuple(dict.fromkeys(name.strip() for name in text.split(","))) if isinstance(text, str) else tuple(text)
 
 

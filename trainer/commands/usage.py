@@ -136,7 +136,7 @@ def drop_output() -> None:
 
 
 class Group(TyperGroup):
-    """The group of all commands. Usage errors are one sentence; `guarded` sets the exit codes."""
+    """The group of all commands. Usage errors are printed as one sentence; `guarded` sets the exit codes."""
 
     def main(self, *args: Any, **named: Any) -> Any:
         """Run a command line and exit."""

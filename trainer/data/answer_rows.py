@@ -1,6 +1,6 @@
 """Answer rows on disk, which are appended as they arrive and sorted at the end.
 
-Only their keys and offsets are in memory.
+Only the keys and offsets of the rows are in memory.
 """
 
 import json
@@ -101,7 +101,7 @@ class RowFile:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Add the file and the remedy to the error of a failed write."""
+    """Add the file's name and a remedy to the error of a failed write."""
     try:
         yield
     except OSError as error:

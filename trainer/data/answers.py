@@ -1,7 +1,7 @@
 """Regenerated answers: the run that requests answers, and the files, which survive a kill.
 
-``NAME.jsonl`` contains the answers, ``NAME.jsonl.meta.json`` their settings, and ``NAME.jsonl.failed.jsonl`` the
-conversations that were set aside, each with a reason.
+The answers are in ``NAME.jsonl``, their settings are in ``NAME.jsonl.meta.json``, and the conversations that were set
+aside, each with a reason, are in ``NAME.jsonl.failed.jsonl``.
 """
 
 import json
@@ -45,7 +45,7 @@ class AnsweredConversation:
     tokens: int
     """Number of tokens of all answers, including end tokens."""
     truncated: bool
-    """True if the last answer did not end within the allowed tokens."""
+    """True if the last answer did not end within the allowed number of tokens."""
     answer_tokens: tuple[tuple[int, ...], ...] | None = None
     """The target's tokens of each answer, with the end token if it was reached; None if an endpoint does not report
     them.

@@ -117,9 +117,9 @@ class Batch:
         Padding needs no mask, because it follows all tokens of a row, tokens attend only to earlier positions, and
         outputs at padding are not read. Without a mask, attention is causal and fastest.
 
-        In packed documents, positions restart at 0. Without an attention mask, this makes transformers separate
-        documents in every kind of layer; padding counts as one more document. With a cache, transformers would ignore
-        the positions, and documents would see earlier documents. OPT and Falcon always ignore positions: see
+        In packed documents, positions restart at 0. Without an attention mask, these restarts make transformers
+        separate documents in every kind of layer; padding counts as one more document. With a cache, transformers would
+        ignore the positions, and documents would see earlier documents. OPT and Falcon always ignore positions: see
         `check_documents_are_apart`.
         """
         if not self.packed:

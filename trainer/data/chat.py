@@ -194,8 +194,8 @@ def whole_characters(answer: str, truncated: bool) -> str:
 class ChatTemplate:
     """A tokenizer's chat template that separates the assistant's tokens from the other tokens.
 
-    A template with ``{% generation %}`` marks says which tokens are the assistant's. Without marks, the prompt for an
-    answer is compared with the conversation that includes the answer; the difference is the answer. Some templates
+    A template with ``{% generation %}`` marks says which tokens belong to the assistant. Without marks, the prompt for
+    an answer is compared with the conversation that includes the answer; the difference is the answer. Some templates
     write a turn differently when later turns follow (Qwen3's template omits the thinking). With such a template each
     answer has a separate sequence: the text that the target saw when it wrote the answer.
     """

@@ -138,7 +138,7 @@ def build(models: Models, words: Words) -> gr.Blocks:
         notice, summary = gr.HTML("", elem_id="notice"), gr.HTML("", elem_id="summary")
         texts = gr.HTML(HTML.texts(None), elem_id="texts")
         gr.HTML(HTML.legend())
-        label = "Target pass (0: the prefill; arrow keys step)"
+        label = "Target pass (0 is the prefill; use the arrow keys)"
         step = gr.Slider(0, 1, 0, step=1, label=label, elem_id="pass", buttons=[])
         drawing = gr.HTML(step_html(None, 0), elem_id="tree")
         shown = Shown(notice, summary, texts, step, drawing, gr.HTML("", elem_id="charts"))
@@ -196,7 +196,7 @@ class Answers:
         page.unload(self.leave)
 
     def run(self, request: gr.Request, *entries: Any) -> Iterator[dict[Any, Any]]:
-        """Run a race to its end; yield the page's changes."""
+        """Run a race to its end; yield the changes of the page."""
         visitor, shown = str(request.session_hash), self.shown
         try:
             race = race_of(self.models, Form(*entries))
@@ -373,7 +373,7 @@ def launch(page: gr.Blocks, host: str, port: int) -> str:
         footer_links=[],
         theme=theme,
         app_kwargs={"middleware": [Middleware(AccessFilter, page=page, host=host)]},
-        # Not passed as ``css``, because Gradio rewrites the selectors, and those in media queries then match nothing.
+        # Not passed as ``css``: Gradio would rewrite the selectors, and selectors in media queries would match nothing.
         head=f"<style>{(_FOLDER / 'style.css').read_text(encoding='utf-8')}</style>",
     )
     return str(address)

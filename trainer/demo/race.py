@@ -224,7 +224,7 @@ def race_of(models: Models, form: Form) -> Race:
     """Create the race that a form describes; raise UserError with one sentence for invalid input."""
     prompt = "" if form.prompt is None else str(form.prompt)
     if not prompt.strip():
-        raise UserError("the prompt is empty: write one, or choose an example")
+        raise UserError("the prompt is empty: write a prompt, or choose an example")
     if len(prompt) > LONGEST_PROMPT:
         raise UserError(f"the prompt has {len(prompt)} characters: use at most {LONGEST_PROMPT}")
     drafter = models.drafter(form.drafter)

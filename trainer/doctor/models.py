@@ -128,7 +128,7 @@ def _files(name: str, folder: Path) -> Finding:
     if (missing := _not_fetched(name, folder)) is not None:
         return missing
     if not any(folder.glob("*.safetensors")):
-        remedy = "load it in a trusted environment, and save it again with save_pretrained"
+        remedy = "load the model in a trusted environment, and save it again with save_pretrained"
         raise UserError(f"{name} lacks safetensors files, and pickled weights are never read", remedy)
     check_model_folder(folder)
     held = weights_header(folder, _COPY)
@@ -158,7 +158,7 @@ def target_findings(target: Skeleton) -> list[Finding]:
 
 
 def check_vocabulary(target: Skeleton) -> Finding:
-    """Compare the numbers of tokens of the tokenizer and of the model. The model may have more, as padding."""
+    """Compare the numbers of tokens of the tokenizer and of the model. The model may have more tokens, as padding."""
     known, named = target.model.vocab_size, len(target.tokenizer)
     sentence = f"the tokenizer has {named} tokens and the model has {known}"
     if target.tokenizer.vocab_size > known:
@@ -240,7 +240,7 @@ def layout_findings(spec: DrafterSpec) -> list[Finding]:
 
     def layout() -> Finding:
         stored = read_object(folder / CONFIG_NAME, _COPY)
-        remedy = "headstart export --format dspark or gguf writes a draft that servers run as trained, if possible"
+        remedy = "headstart export --format dspark or gguf writes a draft that servers run as in training, if possible"
         if weights == "dspark draft":
             config = read_dspark_config(folder)
             kind, lost = "DFlash" if config.is_dflash else "DSpark", lost_in_servers(config, stored)
@@ -279,7 +279,7 @@ def _tokens(draft: Skeleton, target: Skeleton) -> Finding:
     try:
         check_same_tokenizer(target.tokenizer, draft.tokenizer)
     except UserError as error:
-        remedy = f"{error.remedy}, or use other-tokenizer:{draft.name}, which drafts by text"
+        remedy = f"{error.remedy}, or use other-tokenizer:{draft.name}, which drafts text, not tokens"
         raise UserError(error.message, remedy) from error
     return ok("tokens", "the draft has the target's tokenizer")
 
@@ -323,7 +323,7 @@ def _origin(folder: Path, target: Skeleton, trusted: bool, reads_target: bool) -
     difference = f"trained on another target ({wanted}; this one is {fingerprint})"
     if reads_target:
         adapted = folder / "target"
-        remedy = f"use --target {adapted}" if adapted.is_dir() else "train them again on this target"
+        remedy = f"use --target {adapted}" if adapted.is_dir() else "train the weights again on this target"
         return problem("origin", f"{difference}: few drafted tokens would be accepted", remedy)
     return note("origin", f"{difference}: fewer drafted tokens are accepted", "align the draft with headstart realign")
 
@@ -348,7 +348,7 @@ def check_decoding(name: str, dtype: torch.dtype, specs: Sequence[DrafterSpec], 
         reference = Reference(target, SamplingConfig(temperature=1.0), ends)
         proof = greedy_identity(reference, [EngineText(tuple(prompt), tuple(made.tokens))])
         passes, accepted = len(made.steps), sum(step.accepted for step in made.steps)
-        told = f"{len(made.tokens)} tokens in {passes} target passes, {accepted} of them drafted; {proof.found}"
+        told = f"{len(made.tokens)} tokens in {passes} target passes, {accepted} drafted tokens accepted; {proof.found}"
         remedy = "" if proof.passed else "check more text with headstart verify"
         return Finding("decoding", proof.status, told, remedy, proof.figures)
 

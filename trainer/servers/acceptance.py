@@ -148,7 +148,7 @@ def compare_acceptance(ours: LoopAcceptance, server: Counts, note: str = "") -> 
     most, drafts = server.tokens or 0, server.drafts or 0
     # The last draft of each text may be shorter, because there may be less room.
     if server.drafted and server.drafted + most * ours.texts < _SHORT * most * drafts:
-        told = f"the server drafted {server.drafted / drafts:.2f} tokens at a time, not {most}{note}; {both}"
+        told = f"the server drafted on average {server.drafted / drafts:.2f} tokens at a time, not {most}{note}; {both}"
         remedy = (
             "let the server draft all tokens: use --spec-draft-p-min 0 in llama.cpp, omit "
             "num_speculative_tokens_per_batch_size in vLLM, and leave room in the context"

@@ -1,8 +1,8 @@
 """Client for a served model, for completions that have token ids if the server reports them.
 
-This module hides how servers differ. Only some, such as vLLM and llama.cpp, accept prompts of token ids. The token ids
-of an answer come under several names, or not at all. The metrics page is not below the address ``…/v1``, but next to
-it.
+This module hides how servers differ. Only some servers, such as vLLM and llama.cpp, accept prompts of token ids. The
+token ids of an answer come under several names, or not at all. The metrics page is not below the address ``…/v1``, but
+next to it.
 """
 
 import asyncio

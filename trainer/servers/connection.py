@@ -104,7 +104,7 @@ class Connection:
             try:
                 answer = await self._again_if_lost({**body, **way})
             except REFUSED:
-                if way in (accepted, ways[-1]):  # the server rejects something other than the way to ask
+                if way in (accepted, ways[-1]):  # the server rejects something other than these fields
                     raise
                 continue
             if answer.token_ids is not None or way in _WITHOUT_IDS:

@@ -83,7 +83,7 @@ def compare_settings(target: CausalLM, target_folder: Path, served: Path, traine
     """Compare rope, windows and positions in the configs of target and draft; heads lack these settings.
 
     ``target_folder`` contains the target, ``served`` is the folder that the server reads, and ``trained`` is the folder
-    whose weights decode here. ``longest`` is the longest text of the replay, in tokens.
+    whose weights decode here. ``longest`` is the length of the longest text of the replay, in tokens.
     """
     kind, read = kind_of(served), ["the target's"]
     differences: list[Difference] = [*misread_keys(read[0], read_object(target_folder / "config.json", _REMEDY))]

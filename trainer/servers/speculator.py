@@ -55,7 +55,7 @@ class Speculator(NamedTuple):
 
     @property
     def max_positions(self) -> int | None:
-        """Length of the longest text for which it drafts; None if there is no limit."""
+        """Length of the longest text for which the speculator can draft; None if there is no limit."""
         return self.chain(1).max_positions
 
     def chain_length(self, wanted: int | None) -> int:
@@ -96,7 +96,7 @@ def named_speculator(text: str) -> SpeculatorName:
 
 
 def load_speculator(named: SpeculatorName, target: CausalLM, trusted: bool = False) -> Speculator:
-    """Load the weights, to draft for the target."""
+    """Load the weights so that they can draft for the target."""
     if named.kind == "heads":
         return Speculator(named, load_heads(named.folder, target))
     if named.kind == "dspark":
@@ -157,7 +157,7 @@ def _other_tensors(trained: Weights, read: Weights) -> str:
 
 def _read_served_draft(folder: Path, target: CausalLM, trusted: bool) -> tuple[CausalLM, bool]:
     """Load a draft as vLLM and transformers do. Also return True if the folder has an lm_head of its own that
-    ``tie_word_embeddings`` makes them ignore.
+    ``tie_word_embeddings`` makes these programs ignore.
     """
     model = load_model(str(folder), target.dtype, target.device, trusted)
     stored, path = read_object(folder / "config.json", _REMEDY), folder / _WEIGHTS

@@ -186,7 +186,7 @@ def tokens_of(
     """Return an answer's tokens, including the EOS that ended the answer, even if the server omits this token.
 
     If the answer is only text, our tokens are used as far as they spell the text, and only the rest is tokenized.
-    Otherwise the tokens could differ from ours at an earlier place than the texts.
+    Otherwise the tokens could differ from ours even before the place where the texts differ.
     """
     tokens = list(answer.token_ids or ())
     if answer.token_ids is None:
@@ -248,9 +248,10 @@ def rounding_or_rule(scorer: Scorer, texts: Sequence[EngineText], width: int, en
     """Score greedy texts in passes over one token and over ``width`` tokens, and judge the differences.
 
     A difference is a token that does not have the best score at its place in passes over one token. Rounding explains
-    the differences if two conditions are met. First, the width of a pass can change the gap between the scores of two
-    tokens by at least as much as any difference is below the best score. Second, this largest change is small enough to
-    be rounding. ``ends`` are the ids that end a text. The finding is open if the server cannot be asked.
+    the differences if two conditions are met. First, the largest gap between the score of a difference and the best
+    score is at most the largest change of a gap between two scores that another width of the pass causes. Second, this
+    change is small enough to be rounding. ``ends`` are the ids that end a text. The finding is open if the server
+    cannot be asked.
     """
     gaps, changes, turned, places = list[float](), list[float](), 0, 0
     try:
@@ -274,7 +275,7 @@ def rounding_or_rule(scorer: Scorer, texts: Sequence[EngineText], width: int, en
     passed, equal = widest <= most <= _MOST_ROUNDING, places - len(gaps)
     told = f"in passes over one token, without a draft, the server also writes {equal:,} of these {places:,} tokens"
     if gaps:
-        told += f"; the scores of the others are up to {widest:.3g} below the best score"
+        told += f"; the scores of the other tokens are up to {widest:.3g} below the best score"
     told += (
         f"; passes over {width} tokens change gaps between scores by up to {most:.3g}, and the best token changes at "
     )
