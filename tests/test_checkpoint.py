@@ -50,7 +50,7 @@ def checkpoints(folder: Path, keep: int = 2, origin: dict[str, Any] | None = Non
 
 
 def save(to: Checkpoints, model: nn.Module, optimizers: list[Optimizer], progress: Progress) -> None:
-    to.save(Saved(progress, gather_weights(model), gather_moments(model, optimizers)))
+    to.save(Saved(progress, gather_weights(model), gather_moments(model, optimizers)), to.best)
 
 
 def load(source: Checkpoints, model: nn.Module, optimizers: list[Optimizer]) -> Progress | None:

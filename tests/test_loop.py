@@ -1,9 +1,11 @@
 """The training loop is exact under resuming, accumulation and uneven masks, and stops in an orderly way."""
 
+import errno
 import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ from tiny_training import Recorder, ToyObjective, interrupt, medusa_on, train_to
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import trainer.run.checkpoint
 from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Batch, Example
 from trainer.heads.medusa1 import MedusaObjective
@@ -156,6 +159,28 @@ def test_any_error_of_a_hook_ends_the_run_with_its_state_saved(tmp_path: Path) -
     assert (tmp_path / "step-00000003").exists()
 
 
+@pytest.mark.parametrize("problem", ["slow", "full"])
+def test_training_goes_on_while_a_checkpoint_is_written_and_learns_if_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    recorder, written = Recorder(), list[int]()
+    after_next_step, write = threading.Event(), trainer.run.checkpoint.write_folder
+
+    def save(folder: Path, *args: Any, **named: Any) -> None:
+        assert after_next_step.wait(10), "training waits for the disk"
+        if problem == "full":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(folder, *args, **named)
+        written.append(int(folder.name[-1]))
+
+    monkeypatch.setattr(trainer.run.checkpoint, "write_folder", save)
+    recorder.actions[3] = after_next_step.set
+    with nullcontext() if problem == "slow" else pytest.raises(OSError, match="of step 2 could not be written"):
+        train_toy(tmp_path, ToyObjective(), recorder)
+    assert written == ([2, 4, 6] if problem == "slow" else [])
+    assert max(recorder.figures) == 6 if problem == "slow" else max(recorder.figures) in (3, 4), "no step is wasted"
+
+
 class _InfiniteSlope(torch.autograd.Function):
     """The identity function with an infinite gradient."""
 
@@ -249,18 +274,24 @@ def test_processes_that_read_other_rows_are_stopped_before_the_first_step(monkey
             check_beside(other)
 
 
-THREAD = "micro batches"
+THREAD, WRITER = "micro batches", "checkpoint"
 
 
 def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith(THREAD)]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith((THREAD, WRITER))]
 
 
 class AtOnce:
     """A pool without threads: work is done when its result is taken."""
 
     def __init__(self, workers: int, name: str) -> None:
-        assert (workers, name) == (1, THREAD)
+        assert workers == 1 and name in (THREAD, WRITER)
+
+    def __enter__(self) -> "AtOnce":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
 
     def submit(self, work: Callable[..., Any], *args: Any) -> "Later":
         return Later(lambda: work(*args))

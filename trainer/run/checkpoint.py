@@ -169,7 +169,7 @@ class Checkpoints:
         self.changes: list[Change] = []
         """Permitted differences from the settings of the checkpoint that `latest` returned."""
         self.best: Best | None = None
-        """The best weights so far. `latest` and `read` set this attribute, and `save` writes the weights."""
+        """The best weights so far. `latest` and `read` set this attribute."""
         self._recorded = self._origin
 
     def _all(self) -> list[Path]:
@@ -184,7 +184,7 @@ class Checkpoints:
         good = [folder for folder in self._all() if folder not in self.unreadable]
         return f"the last good checkpoint, {good[-1]}, is kept" if good else "there is no earlier checkpoint"
 
-    def save(self, saved: Saved) -> None:
+    def save(self, saved: Saved, best: Best | None = None) -> None:
         """Write a checkpoint and drop the oldest; after an OSError the last good one is untouched.
 
         Also removes half-written folders, and renames the checkpoints that `latest` skipped.
@@ -198,9 +198,9 @@ class Checkpoints:
             save_file(saved.weights, folder / _WEIGHTS)
             save_file(saved.moments, folder / _OPTIMIZER)
             state = {"step": progress.step, "tokens": progress.tokens, "identity": self._origin, **self._made_by}
-            if self.best is not None:
-                save_file(self.best.weights, folder / _BEST)
-                state["best"] = {**vars(self.best.progress), "figure": self.best.figure, "texts": self.best.texts}
+            if best is not None:
+                save_file(best.weights, folder / _BEST)
+                state["best"] = {**vars(best.progress), "figure": best.figure, "texts": best.texts}
             (folder / _STATE).write_text(json.dumps({**state, "stretches": self.stretches}, indent=2))
 
         try:

@@ -84,8 +84,9 @@ def train(
         load_moments(objective.module, optimizers, saved.moments, runner.engine)
     del saved
     feed = Feed(objective, source, section, _my_positions(section, accelerator), accelerator.device)
-    failed: Exception | None = None
-    with stop_signals() as stop_requested, feed:
+    failed: BaseException | None = None
+    with stop_signals() as stop_requested, feed, ThreadPoolExecutor(1, "checkpoint") as thread:
+        writing: Future[None] = thread.submit(lambda: None)
         agreed(lambda: feed.begin(progress.step))
         while progress.step < section.steps:
             if progress.step > 0 and progress.step % evaluate_every == 0:
@@ -100,12 +101,15 @@ def train(
                 hooks.on_step(progress, done.figures)
             except Exception as error:  # noqa: BLE001  # raised below, once the state is saved
                 failed = failed or error  # the others learn this together with the figures of the next step
+            failed = failed or (writing.exception() if writing.done() else None)
             last = progress.step == section.steps
             # A single process checks once more; several have already agreed on stopping, with the step's figures.
             stop = done.stop if accelerator.num_processes > 1 else bool(stop_requested() or failed)
             if stop or last or progress.step % checkpoint_every == 0:
-                _save(accelerator, checkpoints, objective, optimizers, runner, progress)
+                on_first(writing.result)  # so that memory holds only one copy of the state
+                writing = _save(thread, accelerator, checkpoints, objective, optimizers, runner, progress)
             if stop or last:
+                on_first(writing.result)
                 agreed(partial(_raise, failed))
             if stop and not last:
                 code = ExitCode.STOPPED if stop_requested() == signal.SIGINT else ExitCode.TERMINATED
@@ -113,7 +117,7 @@ def train(
     return progress
 
 
-def _raise(error: Exception | None) -> None:
+def _raise(error: BaseException | None) -> None:
     if error is not None:
         raise error
 
@@ -242,14 +246,18 @@ def _write(
 
 
 def _save(
+    thread: ThreadPoolExecutor,
     accelerator: Accelerator,
     checkpoints: Checkpoints,
     objective: Objective,
     optimizers: Sequence[Optimizer],
     runner: Runner,
     progress: Progress,
-) -> None:
-    """Gather the state from all processes and write it on the first; raise UserError on all if it is not finite."""
+) -> Future[None]:
+    """Gather the state from all processes, and begin to write it in a thread of the first.
+
+    Training waits only for the copy. Raises UserError on all processes if the state is not finite.
+    """
     main = accelerator.is_main_process
     weights = gather_weights(objective.module, runner.engine, keep=main)
     moments = gather_moments(objective.module, optimizers, runner.engine, keep=main)
@@ -261,7 +269,7 @@ def _save(
             f"step {progress.step} left weights or moments that are not finite{named}; they are not saved, and "
             f"{checkpoints.last_good()}. {_REMEDY}"
         )
-    on_first(lambda: checkpoints.save(saved))
+    return thread.submit(checkpoints.save, saved, checkpoints.best) if main else thread.submit(lambda: None)
 
 
 def _saved_by_all(checkpoints: Checkpoints) -> Saved | None:
