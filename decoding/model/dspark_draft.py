@@ -36,7 +36,7 @@ from decoding.files.stored import (
 )
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_config import REMEDY, DSparkConfig, Sight, read_dspark_config
-from decoding.model.forward import OutputLayer, attend, uncast, unscaled_embeddings
+from decoding.model.forward import OutputLayer, attend, unscaled_embeddings
 from decoding.model.markov import BlockBias, GatedBias, MarkovBias, RecurrentBias
 from decoding.model.vocabulary import check_d2t, d2t_of, tokens_of
 
@@ -174,7 +174,9 @@ class DSparkDraft(nn.Module):
         self, states: Float[Tensor, "batch positions taps"], positions: Int[Tensor, "batch positions"]
     ) -> list[tuple[Tensor, Tensor]]:
         """Return the text's keys and values for each layer, computed from the target's states at ``positions``."""
-        read, rotary = self.hidden_norm(self.fc(uncast(states, self.fc.weight))), self.rotary(positions)
+        # Under autocast the layer itself casts, and a copy in fp32 of all layers' states would be large.
+        cast = states if torch.is_autocast_enabled(states.device.type) else states.to(self.fc.weight)
+        read, rotary = self.hidden_norm(self.fc(cast)), self.rotary(positions)
         return [layer.self_attn.keys_values(read, rotary) for layer in self.layers]  # type: ignore[union-attr, operator]
 
     def forward(

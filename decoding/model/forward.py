@@ -349,11 +349,6 @@ def attend(
     return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=grouped).transpose(1, 2)
 
 
-def uncast(states: Tensor, weight: Tensor) -> Tensor:
-    """Return the input of a layer in its weight's dtype; under autocast unchanged, because the layer casts it."""
-    return states if torch.is_autocast_enabled(states.device.type) else states.to(weight)
-
-
 def _for_each_head(mask: Tensor, shared: int) -> Tensor:
     """Repeat a mask (rows, 1, queries, keys) for a group's ``shared`` query heads, (rows, 1, all queries, keys).
 
