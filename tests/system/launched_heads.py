@@ -119,7 +119,9 @@ def run(folder: Path, accelerator: Accelerator, recorder: Recorder, seed: int = 
     return objective
 
 
-def kill() -> None:
+def kill_with(checkpoint: Path) -> None:
+    while not checkpoint.exists():
+        pass  # a thread is writing it
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -149,7 +151,7 @@ def first(folder: Path, accelerator: Accelerator) -> None:
             run(folder / "chain", accelerator, chained, seed=1)
         note(folder / "chain", chained, accelerator)
     killed = Recorder()
-    killed.actions[5] = kill
+    killed.actions[5] = lambda: kill_with(folder / "killed" / "step-00000004")
     run(folder / "killed", accelerator, killed)
 
 
