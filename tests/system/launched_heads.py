@@ -120,8 +120,7 @@ def run(folder: Path, accelerator: Accelerator, recorder: Recorder, seed: int = 
 
 
 def kill_with(checkpoint: Path) -> None:
-    while not checkpoint.exists():
-        pass  # a thread is writing it
+    any(iter(checkpoint.exists, True))  # waits for the thread that writes it
     os.kill(os.getpid(), signal.SIGKILL)
 
 

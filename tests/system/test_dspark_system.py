@@ -87,13 +87,8 @@ def test_two_processes_that_shard_the_draft_train_it_as_one_does(
     if launch == "zero3":
         pytest.importorskip("deepspeed", reason="DeepSpeed is an optional extra")
     path, output = recipe(workshop, kind, launch)
-    zero = [
-        *ACCELERATE,
-        "--main_process_port",
-        "0",
-        "--config_file",
-        str(ROOT / "recipes" / "accelerate" / "zero3.yaml"),
-    ]
+    config = str(ROOT / "recipes" / "accelerate" / "zero3.yaml")
+    zero = [*ACCELERATE, "--main_process_port", "0", "--config_file", config]
     run([*(FSDP2 if launch == "fsdp2" else zero), SCRIPT, path], workshop, ACCELERATE_USE_CPU=cpu_of(launch))
     assert provenance(output)["num_processes"] == 2
     check_equal(output, alone)
