@@ -72,7 +72,7 @@ def _stored_fingerprint(folder: Path, trust_remote_code: bool, files: tuple[tupl
     """
     described = [str(folder.resolve()), trust_remote_code, files, transformers.__version__]
     kept = cache_root() / "fingerprints" / values_fingerprint(described)
-    large = sum(size for _, size, *_ in files) >= _LARGE
+    large = sum(size for _, size, *_ in files) >= _LARGE and adapted_model(folder) is None  # whose base may change
     if large and kept.is_file() and len(known := kept.read_text()) == _DIGITS:
         return known
     try:
