@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +51,7 @@ def checkpoints(folder: Path, keep: int = 2, origin: dict[str, Any] | None = Non
 
 
 def save(to: Checkpoints, model: nn.Module, optimizers: list[Optimizer], progress: Progress) -> None:
-    to.save(Saved(progress, gather_weights(model), gather_moments(model, optimizers)))
+    to.save(Saved(progress, gather_weights(model), gather_moments(model, optimizers)), to.best)
 
 
 def load(source: Checkpoints, model: nn.Module, optimizers: list[Optimizer]) -> Progress | None:
@@ -80,14 +81,11 @@ def optimizer_tensors(optimizers: list[Optimizer]) -> list[Tensor]:
 
 def disk_full_after_a_part(monkeypatch: pytest.MonkeyPatch, calls: int = 2) -> None:
     """In the call with this number, half of the file is written before the disk is full."""
-    count = 0
-    whole = trainer.run.checkpoint.save_file
+    whole, numbers = trainer.run.checkpoint.save_file, count(1)
 
     def save_file(tensors: dict[str, Tensor], path: Path) -> None:
-        nonlocal count
-        count += 1
         whole(tensors, path)
-        if count == calls:
+        if next(numbers) == calls:
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
             raise OSError(errno.ENOSPC, "No space left on device")
 

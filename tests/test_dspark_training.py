@@ -12,6 +12,7 @@ from dspark_training import TEXTS, TURNS, objective_for, reference_terms
 from tiny_dspark import logits_after, tiny_dspark
 from tiny_models import counting_model, tiny_model
 from torch import Tensor
+from torch.nn import functional
 
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_draft import PairedDSpark
@@ -69,6 +70,19 @@ def test_losses_and_gradients_are_those_of_one_plain_forward_for_each_anchor(
     for name, gradient in theirs.items():
         assert gradient.abs().max() > 0
         assert (ours[name] - gradient).abs().max() <= 2e-5 * gradient.abs().max(), name
+
+
+def test_masked_attention_has_a_fused_kernel_and_states_are_not_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs sdpa's own grouping with a mask keeps all scores in fp32; autocast itself casts what a layer reads."""
+    calls, read, attention = list[Any](), list[torch.dtype](), functional.scaled_dot_product_attention
+    objective = objective_for(tiny_model("llama").bfloat16())
+    inputs = objective.inputs(collate(TEXTS), 0)
+    noted = lambda *args, **named: (calls.append(named), attention(*args, **named))[1]  # noqa: E731
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", noted)
+    objective.module.draft.fc.register_forward_pre_hook(lambda _, args: read.append(args[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        objective.module(*inputs)
+    assert calls and not any(call.get("enable_gqa") for call in calls) and read == [torch.bfloat16]
 
 
 def test_no_block_sees_another_nor_a_text_beside_its_own() -> None:

@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from tiny_training import CHAT_TEMPLATE, WORDS, recipe_content, tiny_tokenizer, write_corpus, write_target
 
+from decoding.files import fingerprint as fingerprints
 from decoding.files.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.recipe.reading import parse_recipe
@@ -37,6 +39,28 @@ def test_a_fingerprint_does_not_depend_on_how_the_weights_are_cut_into_files(tmp
     model.save_pretrained(tmp_path / "cut", max_shard_size="4KB")
     assert len(list((tmp_path / "cut").glob("*.safetensors"))) > 2
     assert stored_fingerprint(tmp_path / "whole") == stored_fingerprint(tmp_path / "cut")
+
+
+def test_the_weights_of_a_large_folder_are_hashed_once_until_a_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fingerprints, "_LARGE", 1)
+    tiny_model().save_pretrained(tmp_path / "one")
+    read, tensors = list[Path](), fingerprints.files_of_tensors
+    monkeypatch.setattr(fingerprints, "files_of_tensors", lambda folder: (read.append(folder), tensors(folder))[1])
+
+    # A new process has no cache in memory.
+    monkeypatch.setattr(fingerprints, "_stored_fingerprint", fingerprints._stored_fingerprint.__wrapped__)
+    first = stored_fingerprint(tmp_path / "one")
+    assert {stored_fingerprint(tmp_path / "one") for _ in range(3)} == {first} and len(read) == 1
+    (kept,) = (tmp_path / "cache" / "fingerprints").iterdir()
+    kept.write_text(first[:5])
+    assert stored_fingerprint(tmp_path / "one") == first == kept.read_text() and len(read) == 2, (
+        "a cut-off entry is written again"
+    )
+    _flip_last_bit(tmp_path / "one")
+    assert stored_fingerprint(tmp_path / "one") != first and len(read) == 3
 
 
 def test_a_fingerprint_changes_with_one_bit_of_a_weight_its_dtype_its_name_and_the_config(tmp_path: Path) -> None:

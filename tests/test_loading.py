@@ -15,7 +15,7 @@ from tiny_tokenizer import byte_tokenizer
 
 from decoding import HeadstartModel
 from decoding.drafters import DraftModelDrafter, DSparkDrafter, HybridDrafter, MedusaDrafter
-from decoding.dtypes import DTYPES, fast_dtype, parse_dtype
+from decoding.dtypes import DTYPES, default_device, fast_dtype, parse_dtype
 from decoding.errors import UserError
 from decoding.files.fingerprint import stored_fingerprint
 from decoding.files.folder import write_output_tokens
@@ -55,10 +55,11 @@ def test_weights_that_exceed_the_first_of_several_gpus_are_spread_or_refused(
         monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device, free=free: (free, free))
         assert load_model(str(folder), torch.float32) is model
-    assert asked == [None, None, "auto"]
-    assert load_model(str(folder), torch.bfloat16) is model and asked[-1] is None, "half of the bytes fit"
+    here = {"": default_device()}
+    assert asked == [here, here, "auto"], "weights are read straight into their device's memory"
+    assert load_model(str(folder), torch.bfloat16) is model and asked[-1] == here, "half of the bytes fit"
     load_model(str(folder), torch.float32, torch.device("cpu"))
-    assert asked[-1] is None, "a device that was asked for is taken"
+    assert asked[-1] == {"": torch.device("cpu")}, "a device that was asked for is taken"
     model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu", "lm_head": "disk"}
     with pytest.raises(ValueError, match=r"does not fit on the GPUs without cpu and disk"):
         load_model(str(folder), torch.float32)

@@ -1,9 +1,10 @@
 """The training loop is exact under resuming, accumulation and uneven masks, and stops in an orderly way."""
 
+import errno
 import math
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from tiny_training import Recorder, ToyObjective, interrupt, medusa_on, train_to
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import trainer.run.checkpoint
 from decoding.model.causal_lm import CausalLM
 from trainer.data.batch import Batch, Example
 from trainer.heads.medusa1 import MedusaObjective
@@ -132,10 +134,8 @@ def test_a_nan_loss_stops_the_run_names_the_step_and_is_not_applied(tmp_path: Pa
         objective.factor = torch.tensor(float("nan"))
 
     recorder.actions[3] = poison
-    with pytest.raises(
-        ValueError,
-        match=r"the loss is nan at step 4; the last good checkpoint, .*step-00000002, is kept. To resume, lower",
-    ):
+    message = r"the loss is nan at step 4; the last good checkpoint, .*step-00000002, is kept. To resume, lower"
+    with pytest.raises(ValueError, match=message):
         train_toy(tmp_path, objective, recorder)
     assert list(recorder.figures) == [1, 2, 3]
     assert equal(weights(objective.module), after_step_3[0])
@@ -156,16 +156,20 @@ def test_any_error_of_a_hook_ends_the_run_with_its_state_saved(tmp_path: Path) -
     assert (tmp_path / "step-00000003").exists()
 
 
-class _InfiniteSlope(torch.autograd.Function):
-    """The identity function with an infinite gradient."""
+def test_training_goes_on_while_a_checkpoint_is_written_and_learns_if_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder, next_step_is_done = Recorder(), threading.Event()
+    recorder.actions[3] = next_step_is_done.set
 
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
+    def save(*args: Any, **named: Any) -> None:
+        assert next_step_is_done.wait(10), "training waits for the disk"
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
-        return gradient * torch.inf
+    monkeypatch.setattr(trainer.run.checkpoint, "write_folder", save)
+    with pytest.raises(OSError, match="of step 2 could not be written"):
+        train_toy(tmp_path, ToyObjective(), recorder)
+    assert max(recorder.figures) in (3, 4), "the run ends before it writes the next checkpoint"
 
 
 def test_weights_that_a_step_made_infinite_are_not_saved(tmp_path: Path) -> None:
@@ -191,12 +195,11 @@ def test_weights_that_a_step_made_infinite_are_not_saved(tmp_path: Path) -> None
 
 def test_an_infinite_gradient_of_a_finite_loss_stops_the_run_before_it_is_applied(tmp_path: Path) -> None:
     objective = ToyObjective()
-    objective.module.middle.register_forward_hook(lambda module, args, output: _InfiniteSlope.apply(output))
+    steep = lambda module, args, output: (output.register_hook(lambda gradient: gradient * torch.inf), None)[1]  # noqa: E731
+    objective.module.middle.register_forward_hook(steep)
     before = weights(objective.module)
-    with pytest.raises(
-        ValueError,
-        match=r"the gradient's norm is (inf|nan) at step 1; there is no earlier checkpoint\. To resume, lower",
-    ):
+    message = r"the gradient's norm is (inf|nan) at step 1; there is no earlier checkpoint\. To resume, lower"
+    with pytest.raises(ValueError, match=message):
         train_toy(tmp_path, objective, checkpoint_every=1)
     assert equal(weights(objective.module), before) and not list(tmp_path.iterdir())
 
@@ -249,33 +252,25 @@ def test_processes_that_read_other_rows_are_stopped_before_the_first_step(monkey
             check_beside(other)
 
 
-THREAD = "micro batches"
+THREAD, WRITER = "micro batches", "checkpoint"
 
 
 def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith(THREAD)]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith((THREAD, WRITER))]
 
 
-class AtOnce:
+class AtOnce(nullcontext["AtOnce"]):
     """A pool without threads: work is done when its result is taken."""
 
     def __init__(self, workers: int, name: str) -> None:
-        assert (workers, name) == (1, THREAD)
+        assert workers == 1 and name in (THREAD, WRITER)
+        super().__init__(self)
 
-    def submit(self, work: Callable[..., Any], *args: Any) -> "Later":
-        return Later(lambda: work(*args))
+    def submit(self, work: Callable[..., Any], *args: Any) -> Any:
+        return SimpleNamespace(result=lambda: work(*args), done=lambda: False)
 
     def shutdown(self, cancel_futures: bool) -> None:
         pass
-
-
-class Later(Future[Any]):
-    def __init__(self, work: Callable[[], Any]) -> None:
-        super().__init__()
-        self._work = work
-
-    def result(self, timeout: float | None = None) -> Any:
-        return self._work()
 
 
 KINDS: dict[str, Callable[[], Objective]] = {

@@ -7,11 +7,13 @@ loaded nor on how its weights are split into files. `fingerprint` is the digest 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -19,12 +21,14 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from decoding.errors import UserError
 from decoding.files.folder import OUTPUT_TOKENS_KEY, OUTPUT_TOKENS_NAME, adapted_model, is_heads_folder, reason
 from decoding.files.hub import local_folder
-from decoding.files.stored import CONFIG_NAME, read_header, weight_files
+from decoding.files.stored import CONFIG_NAME, cache_root, read_header, weight_files
 
 TOKENIZER_PROBE = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
 """Text that different tokenizers split differently: spaces at the start and end of lines, digits, an accent."""
 
 _DIGITS = 16
+_LARGE = 10**9
+"""Bytes of a folder whose fingerprint is kept on disk."""
 _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "auto_map", "use_cache")
 """Config keys that record a model's origin or how it runs; they do not change its outputs."""
 _ADAPTERS_SAY_NOTHING = ("base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping")
@@ -50,7 +54,7 @@ def stored_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str
 
     It covers the config and every tensor's name, shape, stored dtype and bytes. It also covers the tree of heads,
     because their figures depend on the tree, and the base model of adapters. Files are read in pieces at about a second
-    per GB, and only once per process unless they change.
+    per GB, and only once unless they change (once per process for adapters and for less than a GB).
 
     Raises UserError if the model does not exist or one of its files cannot be read.
     """
@@ -62,7 +66,15 @@ def stored_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str
 
 @lru_cache(maxsize=16)
 def _stored_fingerprint(folder: Path, trust_remote_code: bool, files: tuple[tuple[str, int, int, int], ...]) -> str:
-    """Compute `stored_fingerprint`; ``files`` (names, sizes, times of changes) only serves as a key of the cache."""
+    """Compute `stored_fingerprint`; ``files`` (names, sizes, times of changes) only serves as a key of the cache.
+
+    The fingerprint of a large folder is kept on disk, because each start of a run would hash the weights again.
+    """
+    described = [str(folder.resolve()), trust_remote_code, files, transformers.__version__]
+    kept = cache_root() / "fingerprints" / values_fingerprint(described)
+    large = sum(size for _, size, *_ in files) >= _LARGE and adapted_model(folder) is None  # whose base may change
+    if large and kept.is_file() and len(known := kept.read_text()) == _DIGITS:
+        return known
     try:
         hashed = hashlib.sha256(_json_bytes(_described(folder, trust_remote_code)))
         for name, path in sorted(files_of_tensors(folder).items()):
@@ -72,6 +84,10 @@ def _stored_fingerprint(folder: Path, trust_remote_code: bool, files: tuple[tupl
             hashed.update(_bytes_of(tensor))
     except (OSError, KeyError, TypeError, AttributeError, ValueError, SafetensorError) as error:
         raise UserError(f"the files in {folder} cannot be read: {reason(error)}") from error
+    if large:
+        with suppress(OSError):  # a full disk costs only the time of the next start
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(hashed.hexdigest()[:_DIGITS])
     return hashed.hexdigest()[:_DIGITS]
 
 

@@ -36,7 +36,7 @@ from decoding.files.stored import (
 )
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_config import REMEDY, DSparkConfig, Sight, read_dspark_config
-from decoding.model.forward import OutputLayer, unscaled_embeddings
+from decoding.model.forward import OutputLayer, attend, unscaled_embeddings
 from decoding.model.markov import BlockBias, GatedBias, MarkovBias, RecurrentBias
 from decoding.model.vocabulary import check_d2t, d2t_of, tokens_of
 
@@ -82,8 +82,7 @@ class _Attention(nn.Module):
     ) -> Tensor:
         batch, slots = x.shape[:2]
         queries = _rotated(self.q_norm(self.q_proj(x).view(batch, slots, -1, self.dim)).transpose(1, 2), rotary)
-        out = F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=queries.shape[1] != keys.shape[1])
-        attended: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, slots, -1))
+        attended: Tensor = self.o_proj(attend(self, queries, keys, values, mask).reshape(batch, slots, -1))
         return attended
 
 
@@ -176,7 +175,9 @@ class DSparkDraft(nn.Module):
         self, states: Float[Tensor, "batch positions taps"], positions: Int[Tensor, "batch positions"]
     ) -> list[tuple[Tensor, Tensor]]:
         """Return the text's keys and values for each layer, computed from the target's states at ``positions``."""
-        read, rotary = self.hidden_norm(self.fc(states.to(self.fc.weight))), self.rotary(positions)
+        # Under autocast the layer itself casts, and a copy in fp32 of all layers' states would be large.
+        cast = states if torch.is_autocast_enabled(states.device.type) else states.to(self.fc.weight)
+        read, rotary = self.hidden_norm(self.fc(cast)), self.rotary(positions)
         return [layer.self_attn.keys_values(read, rotary) for layer in self.layers]  # type: ignore[union-attr, operator]
 
     def forward(

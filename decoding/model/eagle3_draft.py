@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
@@ -34,7 +33,7 @@ from decoding.files.stored import (
 )
 from decoding.model.causal_lm import CausalLM
 from decoding.model.eagle3_config import REMEDY, Eagle3Config, read_eagle3_config
-from decoding.model.forward import OutputLayer
+from decoding.model.forward import OutputLayer, attend
 from decoding.model.vocabulary import check_d2t, d2t_of, tokens_of
 
 _SPREAD = 0.02
@@ -69,10 +68,8 @@ class _Attention(nn.Module):
         values = values.transpose(1, 2)
         queries, keys = apply_rotary_pos_emb(queries, keys, *rotary)
         keys, values = held(keys, values)
-        causal = mask is None and slots > 1
-        grouped = queries.shape[1] != keys.shape[1]
-        out = F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=causal, enable_gqa=grouped)
-        attended: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, slots, -1))
+        out = attend(self, queries, keys, values, mask, is_causal=slots > 1)
+        attended: Tensor = self.o_proj(out.reshape(batch, slots, -1))
         return attended
 
 

@@ -336,6 +336,19 @@ def grouped_attention(
     return attended.reshape(batch, heads, queries, -1).transpose(1, 2).contiguous(), None
 
 
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool = False
+) -> Tensor:
+    """Attend in a draft's layer, with shapes as in `grouped_attention`; ``is_causal`` counts only without a mask.
+
+    With a mask, sdpa's own grouping (``enable_gqa``) has no fused kernel on GPUs: it would keep all scores in fp32.
+    """
+    if mask is not None:
+        return grouped_attention(module, query, key, value, mask.expand(-1, -1, query.shape[2], -1))[0]
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=grouped).transpose(1, 2)
+
+
 def _for_each_head(mask: Tensor, shared: int) -> Tensor:
     """Repeat a mask (rows, 1, queries, keys) for a group's ``shared`` query heads, (rows, 1, all queries, keys).
 

@@ -28,7 +28,6 @@ from decoding.files.folder import (
     adapted_model,
     check_model_folder,
     is_untrusted,
-    quantisation,
     read_output_tokens,
     reason,
 )
@@ -71,14 +70,14 @@ def load_model(
     try:
         described = _that_or_base(folder, "config.json")
         config = AutoConfig.from_pretrained(str(described), trust_remote_code=trust_remote_code)
-        # Quantised weights are created on their device, because most cannot be moved.
-        placed = {"": chosen or default_device()} if quantisation(described) else None
         read: Any = auto_class(config).from_pretrained(
             str(folder),
             dtype=kept,
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
-            device_map="auto" if spread else placed,
+            # Weights are read straight into their device's memory: host memory may be too small, and most quantised
+            # weights cannot be moved.
+            device_map="auto" if spread else {"": chosen or default_device()},
             output_loading_info=True,
         )
     except UNREADABLE as error:
@@ -88,9 +87,7 @@ def load_model(
         raise UserError(
             f"the weights of {name} lack {missing[0]} (missing tensors: {len(missing)}): use a complete folder"
         )
-    if not spread and placed is None:
-        model.to(chosen or default_device())  # type: ignore[arg-type]  # transformers' stubs
-    elif is_spread(model) and (left := sorted({"cpu", "disk"} & devices_of(model))):
+    if is_spread(model) and (left := sorted({"cpu", "disk"} & devices_of(model))):
         raise UserError(
             f"{name} does not fit on the GPUs without {' and '.join(left)}: use more GPUs or a narrower dtype"
         )

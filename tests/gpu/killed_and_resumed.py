@@ -62,6 +62,7 @@ def train(folder: Path, format: str, output: Path, killed: bool = False) -> None
     def step(self: Log, progress: Progress, *rest: Any) -> None:
         note_step(self, progress, *rest)
         if killed and progress.step == KILLED_AFTER:
+            any(iter((output / "checkpoints" / "step-00000002").exists, True))  # waits for the thread that writes it
             os.kill(os.getpid(), signal.SIGKILL)
 
     Log.step = step  # type: ignore[method-assign, assignment]

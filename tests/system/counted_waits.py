@@ -31,7 +31,7 @@ from trainer.recipe.common import TrainingSection
 from trainer.recipe.heads import AdaptersSection, HeadsSection
 from trainer.run.checkpoint import Progress
 from trainer.run.distributed import build_optimizers
-from trainer.run.loop import _STOP, Feed, _step
+from trainer.run.loop import _STOP, Feed, Parts, _step
 
 MICRO_BATCHES = 2
 SECTION = TrainingSection(steps=3, batch_size=8, micro_batch_size=8 // MICRO_BATCHES, mixed_precision="no")
@@ -96,9 +96,8 @@ def waits_of(kind: str, packed: bool) -> list[dict[str, int]]:
                 waits.clear()
                 checkpoints: Any = None  # a step that diverged would be written here
                 notes = {"generated/texts": 2.0, _STOP: 0.0}
-                done = _step(
-                    objective, runner, optimizers, feed, SECTION, accelerator, checkpoints, Progress(step, 0), notes
-                )
+                parts = Parts(objective, runner, optimizers, SECTION, accelerator, checkpoints)
+                done = _step(parts, feed, Progress(step, 0), notes)
                 assert done.figures["generated/texts"] == 2.0 and done.figures["loss"] > 0
                 found.append(dict(waits))
     return found

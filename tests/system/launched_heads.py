@@ -119,7 +119,8 @@ def run(folder: Path, accelerator: Accelerator, recorder: Recorder, seed: int = 
     return objective
 
 
-def kill() -> None:
+def kill_with(checkpoint: Path) -> None:
+    any(iter(checkpoint.exists, True))  # waits for the thread that writes it
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -149,7 +150,7 @@ def first(folder: Path, accelerator: Accelerator) -> None:
             run(folder / "chain", accelerator, chained, seed=1)
         note(folder / "chain", chained, accelerator)
     killed = Recorder()
-    killed.actions[5] = kill
+    killed.actions[5] = lambda: kill_with(folder / "killed" / "step-00000004")
     run(folder / "killed", accelerator, killed)
 
 

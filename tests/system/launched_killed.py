@@ -26,6 +26,8 @@ def die() -> None:
 def die_after_step_3(self: Log, progress: Progress, figures: dict[str, float], *times: Any) -> None:
     note_step(self, progress, figures, *times)
     if progress.step == 3 and (ATTEMPT, RANK) == (0, 1):
+        # Waits for the thread of the first process that writes it.
+        any(iter((self._file.parent / "checkpoints" / "step-00000002").exists, True))
         die()
 
 

@@ -75,7 +75,8 @@ def test_two_processes_train_the_draft_as_one_does_though_two_are_killed(
     path, output = recipe(workshop, kind, "pair")
     run([*RESTARTING, path, "checkpoint.every=2"], workshop)
     assert provenance(output)["num_processes"] == 2
-    assert [line["step"] for line in repeated(output) if "loss" in line] == [3, 3, 4]
+    # The second kill may come after step 5, because the checkpoint of step 4 is written during this step.
+    assert [line["step"] for line in repeated(output) if "loss" in line][:3] == [3, 3, 4]
     check_equal(output, alone)
 
 
@@ -86,13 +87,8 @@ def test_two_processes_that_shard_the_draft_train_it_as_one_does(
     if launch == "zero3":
         pytest.importorskip("deepspeed", reason="DeepSpeed is an optional extra")
     path, output = recipe(workshop, kind, launch)
-    zero = [
-        *ACCELERATE,
-        "--main_process_port",
-        "0",
-        "--config_file",
-        str(ROOT / "recipes" / "accelerate" / "zero3.yaml"),
-    ]
+    config = str(ROOT / "recipes" / "accelerate" / "zero3.yaml")
+    zero = [*ACCELERATE, "--main_process_port", "0", "--config_file", config]
     run([*(FSDP2 if launch == "fsdp2" else zero), SCRIPT, path], workshop, ACCELERATE_USE_CPU=cpu_of(launch))
     assert provenance(output)["num_processes"] == 2
     check_equal(output, alone)

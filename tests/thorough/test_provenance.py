@@ -299,7 +299,7 @@ def test_weights_too_large_for_the_dtype_they_are_written_in_are_not_finished(
 
     def large(*args: Any) -> Any:
         figures = whole(*args)
-        args[0].module.heads.heads[1].lm_head.weight.data[0, 0] = 1e5
+        args[0].objective.module.heads.heads[1].lm_head.weight.data[0, 0] = 1e5
         return figures
 
     monkeypatch.setattr(loop, "_step", large)

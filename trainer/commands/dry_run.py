@@ -27,7 +27,7 @@ from trainer.export.task import DRAFT, DSPARK, EAGLE3, HEADS, kind_held_in
 from trainer.learning.spans import StepTimes, Stopwatch
 from trainer.processes import Process, agreed, build_accelerator, describe, on_first
 from trainer.recipe.reading import AnyRecipe
-from trainer.run.checkpoint import Checkpoints, Progress, Saved
+from trainer.run.checkpoint import Best, Checkpoints, Progress, Saved
 from trainer.run.distributed import check_launch
 from trainer.run.heldout import evaluator_of
 from trainer.run.job import Job, assemble
@@ -63,7 +63,7 @@ class _BegunAt(Checkpoints):
         assert self._saved is not None
         return self._saved
 
-    def save(self, saved: Saved) -> None:
+    def save(self, saved: Saved, best: Best | None = None) -> None:
         """Do nothing, because a dry run saves no state."""
 
 

@@ -33,7 +33,10 @@ def initial_dspark(
     """
     assert section.dspark is not None, "the recipe asks for a DSpark draft"
     ends = eos_token_ids(target.model, tokenizer)
-    written = set[int]().union(*(np.unique(example.tokens).tolist() for example in examples))
+    occurs = np.zeros(target.vocab_size, np.bool_)
+    for example in examples:  # marking is several times faster than sorting each example's tokens
+        occurs[example.tokens] = True
+    written = np.flatnonzero(occurs).tolist()
     if section.init.from_model is None:
         config = dspark_config(target, tokenizer, section.dspark, {*ends, *written})
         config.check_fits(target)

@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -148,6 +149,9 @@ class Checkpoints:
     ``settings`` affect a step's figures but may change when a run resumes; `stretches` records them.
     """
 
+    writing: Future[None] | None = None
+    """The call of `save` that runs in a thread, if any."""
+
     def __init__(
         self,
         folder: Path,
@@ -169,7 +173,7 @@ class Checkpoints:
         self.changes: list[Change] = []
         """Permitted differences from the settings of the checkpoint that `latest` returned."""
         self.best: Best | None = None
-        """The best weights so far. `latest` and `read` set this attribute, and `save` writes the weights."""
+        """The best weights so far. `latest` and `read` set this attribute."""
         self._recorded = self._origin
 
     def _all(self) -> list[Path]:
@@ -180,11 +184,16 @@ class Checkpoints:
         return [int(folder.name.removeprefix("step-")) for folder in self._all()]
 
     def last_good(self) -> str:
-        """Return part of a sentence, for messages, that names the newest good checkpoint."""
+        """Return part of a sentence, for messages, that names the newest good checkpoint, once `writing` has ended."""
+        if self.writing is not None:
+            wait([self.writing])
+        return self._last_good()
+
+    def _last_good(self) -> str:
         good = [folder for folder in self._all() if folder not in self.unreadable]
         return f"the last good checkpoint, {good[-1]}, is kept" if good else "there is no earlier checkpoint"
 
-    def save(self, saved: Saved) -> None:
+    def save(self, saved: Saved, best: Best | None = None) -> None:
         """Write a checkpoint and drop the oldest; after an OSError the last good one is untouched.
 
         Also removes half-written folders, and renames the checkpoints that `latest` skipped.
@@ -198,9 +207,9 @@ class Checkpoints:
             save_file(saved.weights, folder / _WEIGHTS)
             save_file(saved.moments, folder / _OPTIMIZER)
             state = {"step": progress.step, "tokens": progress.tokens, "identity": self._origin, **self._made_by}
-            if self.best is not None:
-                save_file(self.best.weights, folder / _BEST)
-                state["best"] = {**vars(self.best.progress), "figure": self.best.figure, "texts": self.best.texts}
+            if best is not None:
+                save_file(best.weights, folder / _BEST)
+                state["best"] = {**vars(best.progress), "figure": best.figure, "texts": best.texts}
             (folder / _STATE).write_text(json.dumps({**state, "stretches": self.stretches}, indent=2))
 
         try:
@@ -209,7 +218,7 @@ class Checkpoints:
         except OSError as error:
             remedy = "make room" if error.errno in (None, errno.ENOSPC, errno.EDQUOT) else "check the folder"
             raise OSError(
-                f"the checkpoint of step {progress.step} could not be written ({error}); {self.last_good()}. "
+                f"the checkpoint of step {progress.step} could not be written ({error}); {self._last_good()}. "
                 f"To resume, {remedy} and start again"
             ) from error
         for folder in self._all()[: -self._keep]:

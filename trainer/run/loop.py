@@ -83,9 +83,11 @@ def train(
     if saved:
         load_moments(objective.module, optimizers, saved.moments, runner.engine)
     del saved
+    parts = Parts(objective, runner, optimizers, section, accelerator, checkpoints)
     feed = Feed(objective, source, section, _my_positions(section, accelerator), accelerator.device)
-    failed: Exception | None = None
-    with stop_signals() as stop_requested, feed:
+    failed: BaseException | None = None
+    with stop_signals() as stop_requested, feed, ThreadPoolExecutor(1, "checkpoint") as thread:
+        writing: Future[None] = thread.submit(lambda: None)
         agreed(lambda: feed.begin(progress.step))
         while progress.step < section.steps:
             if progress.step > 0 and progress.step % evaluate_every == 0:
@@ -94,18 +96,21 @@ def train(
                     hooks.evaluate(progress)
             written = _write(source, objective, section, accelerator, progress.step)
             notes = {**written, _STOP: float(bool(stop_requested() or failed))}
-            done = _step(objective, runner, optimizers, feed, section, accelerator, checkpoints, progress, notes)
+            done = _step(parts, feed, progress, notes)
             progress = Progress(progress.step + 1, progress.tokens + done.tokens)
             try:
                 hooks.on_step(progress, done.figures)
             except Exception as error:  # noqa: BLE001  # raised below, once the state is saved
                 failed = failed or error  # the others learn this together with the figures of the next step
+            failed = failed or (writing.exception() if writing.done() else None)
             last = progress.step == section.steps
             # A single process checks once more; several have already agreed on stopping, with the step's figures.
             stop = done.stop if accelerator.num_processes > 1 else bool(stop_requested() or failed)
             if stop or last or progress.step % checkpoint_every == 0:
-                _save(accelerator, checkpoints, objective, optimizers, runner, progress)
+                on_first(writing.result)  # so that memory holds only one copy of the state
+                checkpoints.writing = writing = _save(thread, parts, progress)
             if stop or last:
+                on_first(writing.result)
                 agreed(partial(_raise, failed))
             if stop and not last:
                 code = ExitCode.STOPPED if stop_requested() == signal.SIGINT else ExitCode.TERMINATED
@@ -113,9 +118,20 @@ def train(
     return progress
 
 
-def _raise(error: Exception | None) -> None:
+def _raise(error: BaseException | None) -> None:
     if error is not None:
         raise error
+
+
+class Parts(NamedTuple):
+    """What every step of a run needs."""
+
+    objective: Objective
+    runner: Runner
+    optimizers: Sequence[Optimizer]
+    section: TrainingSection
+    accelerator: Accelerator
+    checkpoints: Checkpoints
 
 
 class _Done(NamedTuple):
@@ -126,23 +142,13 @@ class _Done(NamedTuple):
     stop: bool
 
 
-def _step(
-    objective: Objective,
-    runner: Runner,
-    optimizers: Sequence[Optimizer],
-    feed: "Feed",
-    section: TrainingSection,
-    accelerator: Accelerator,
-    checkpoints: Checkpoints,
-    progress: Progress,
-    notes: Mapping[str, float],
-) -> _Done:
+def _step(parts: Parts, feed: "Feed", progress: Progress, notes: Mapping[str, float]) -> _Done:
     """Do one step over the whole batch. The loss is Σ weight * sum / count, with counts over all processes.
 
     ``notes`` are figures to sum over the processes. All figures reach the host before the optimizers step, so a loss or
     gradient that is not finite changes neither weights nor moments.
     """
-    step = progress.step
+    step, (objective, runner, optimizers, section, accelerator, checkpoints) = progress.step, parts
     # Dropout and similar draws depend only on seed, step and process, so a resumed run repeats them.
     torch.manual_seed((section.seed * 1_000_003 + step) * 4_099 + accelerator.process_index)
     learning_rate = learning_rate_at(step, section)
@@ -151,7 +157,7 @@ def _step(
     counts, trained = _summed(accelerator, mine).split([len(objective.terms), 1])
     weights = send(torch.tensor(objective.weights(step)), counts.device)
     scale: Float[Tensor, " terms"] = weights / counts.clamp(min=1)
-    sums = _accumulate(objective, runner, micro_batches, step, scale, accelerator)
+    sums = _accumulate(parts, micro_batches, step, scale)
     noted = send(torch.tensor(list(notes.values()), dtype=sums.dtype), sums.device)
     summed, noted = _summed(accelerator, torch.cat([sums.flatten(), noted])).split([sums.numel(), len(notes)])
     means = summed.view_as(sums) / counts.clamp(min=1)
@@ -169,21 +175,16 @@ def _step(
 
 
 def _accumulate(
-    objective: Objective,
-    runner: Runner,
-    micro_batches: Iterable["MicroBatch"],
-    step: int,
-    scale: Float[Tensor, " terms"],
-    accelerator: Accelerator,
+    parts: Parts, micro_batches: Iterable["MicroBatch"], step: int, scale: Float[Tensor, " terms"]
 ) -> Float[Tensor, "2 terms"]:
     """Add up the gradients of a step; return the sums of this process's losses and hits."""
     sums = torch.zeros(2, len(scale), dtype=_widest(scale.device), device=scale.device)
     for batch, prefetched, last, _ in micro_batches:
-        with runner.accumulating(last):
-            inputs = objective.inputs(batch, step, prefetched)
-            losses, hits, total = runner.module(*inputs, scale)
+        with parts.runner.accumulating(last):
+            inputs = parts.objective.inputs(batch, step, prefetched)
+            losses, hits, total = parts.runner.module(*inputs, scale)
             # Data parallelism averages gradients, but with counts over all processes they must be summed.
-            runner.backward(total * accelerator.num_processes)
+            parts.runner.backward(total * parts.accelerator.num_processes)
         sums += torch.stack([losses, hits])
     return sums
 
@@ -241,15 +242,12 @@ def _write(
         return agreed(lambda: source.write(step, _my_positions(section, accelerator)))
 
 
-def _save(
-    accelerator: Accelerator,
-    checkpoints: Checkpoints,
-    objective: Objective,
-    optimizers: Sequence[Optimizer],
-    runner: Runner,
-    progress: Progress,
-) -> None:
-    """Gather the state from all processes and write it on the first; raise UserError on all if it is not finite."""
+def _save(thread: ThreadPoolExecutor, parts: Parts, progress: Progress) -> Future[None]:
+    """Gather the state from all processes, and begin to write it in a thread of the first.
+
+    Training waits only for the copy. Raises UserError on all processes if the state is not finite.
+    """
+    objective, runner, optimizers, _, accelerator, checkpoints = parts
     main = accelerator.is_main_process
     weights = gather_weights(objective.module, runner.engine, keep=main)
     moments = gather_moments(objective.module, optimizers, runner.engine, keep=main)
@@ -261,7 +259,7 @@ def _save(
             f"step {progress.step} left weights or moments that are not finite{named}; they are not saved, and "
             f"{checkpoints.last_good()}. {_REMEDY}"
         )
-    on_first(lambda: checkpoints.save(saved))
+    return thread.submit(checkpoints.save, saved, checkpoints.best) if main else thread.submit(lambda: None)
 
 
 def _saved_by_all(checkpoints: Checkpoints) -> Saved | None:
