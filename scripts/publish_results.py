@@ -325,9 +325,8 @@ def policies_caption(report: Report) -> str:
     kept = sum(ratio >= 0.97 for ratio in ratios)
     return (
         f"{text(target)} in {report['dtype']}; {report['prompts']} prompts of {text(report['set'])}, "
-        f"{report['max_new_tokens']} new tokens; the default policy has at least 0.97× in {kept} of {len(ratios)} cells, "
-        f"and its lowest ratio is {number(min(ratios))}×; "
-        f"{machine_of(report)}"
+        f"{report['max_new_tokens']} new tokens; the default policy has at least 0.97× in {kept} of {len(ratios)} "
+        f"cells, and its lowest ratio is {number(min(ratios))}×; {machine_of(report)}"
     )
 
 
