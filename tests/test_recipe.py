@@ -44,7 +44,7 @@ def write(tmp_path: Path, content: Any) -> Path:
             "learning_rate: Input should be a finite number",
         ),
         (DRAFT, {"draft": {"init": {"from_model": "m", "from_config": {}}}}, "from_model and from_config: keep one"),
-        (DRAFT, {"draft": {"teacher": {"folder": "t"}, "policy": {"loop": 1}}}, "but draft.policy generates new ones"),
+        (DRAFT, {"draft": {"teacher": {"folder": "t"}, "policy": {"loop": 1}}}, "draft.policy generates new answers"),
     ],
 )
 def test_what_no_recipe_can_say_is_named_with_its_key(

@@ -274,7 +274,7 @@ def test_a_run_from_the_disk_that_goes_on_is_to_the_bit_one_that_never_stopped(t
     ("draft", "features", "problem"),
     [
         ({}, {}, "features are for a DSpark or EAGLE-3 draft.*: set features=null"),
-        ({"dspark": {}, "policy": {"target": 1}}, {}, "draft.policy generates new ones: set features=null"),
+        ({"dspark": {}, "policy": {"target": 1}}, {}, "draft.policy generates new answers: set features=null"),
         ({"dspark": {}}, {"keep_target": False}, "features.keep_target=false works for heads only"),
     ],
 )
