@@ -211,7 +211,7 @@ def test_states_in_int8_have_a_scale_for_each_token_and_layer(tmp_path: Path) ->
 def test_three_taps_of_320_numbers_take_less_than_1000_bytes_a_token_in_int8(tmp_path: Path) -> None:
     said, target = io.StringIO(), target_of()
     origin = stored(target, tmp_path, "int8", said=said).origin
-    assert "features: 26 tokens in" in said.getvalue() and ": 60 bytes a token" in said.getvalue()
+    assert "features: 26 tokens in" in said.getvalue() and ": 60 bytes per token" in said.getvalue()
     assert estimate_bytes(EXAMPLES, origin) == 26 * 3 * (16 + 4)
     wide = replace(origin, hidden_size=320)
     assert (wide.row_bytes, replace(wide, states="bf16").row_bytes) == (972, 1920)

@@ -97,9 +97,7 @@ def check_seal(folder: Path) -> None:
         if not (folder / name).is_file():
             raise UserError(f"{name} is missing")
         if sha256_of(folder / name) != checksum:
-            raise UserError(
-                f"{name} is damaged: its {(folder / name).stat().st_size:,} bytes do not match the recorded checksum"
-            )
+            raise UserError(f"{name} is damaged: its {(folder / name).stat().st_size:,} bytes have a wrong checksum")
 
 
 def sha256_of(path: Path) -> str:

@@ -46,13 +46,14 @@ class HeadLabels(NamedTuple):
     order: Int[Tensor, " rows"]
     """Order of the rows by label, as indices into the rows of all heads, one head after another."""
     heads: Int[Tensor, " rows"]
-    """Each row's head, in that order."""
+    """The head of each row, in the order of ``order``."""
 
     @staticmethod
     def of(batch: Batch, num_heads: int) -> "HeadLabels":
-        """Call this on the host.
+        """Return the labels of a batch. Call this on the host.
 
-        The state and the label are in the same row, so in the flattened batch the offset of head k is k + 2.
+        A state and its label are in the same row, so the label of head k is k + 2 places further in the flattened
+        batch.
         """
         states = head_positions(batch, num_heads)
         text = torch.cat([positions + k + 1 for k, positions in enumerate(states)])
@@ -93,14 +94,14 @@ class MedusaTraining(nn.Module):
     def forward(self, inputs: HeadInputs, scale: Float[Tensor, " heads"] | None = None) -> TermSums:
         """Return losses and hits, (heads,) each, and the total.
 
-        Hits of soft terms are Σ min(p, q), the per-position acceptance; hits of cross entropy alone are correct
-        argmaxes.
+        Hits of soft terms are Σ min(p, q), the per-position acceptance; if cross entropy is the only term, hits are
+        correct argmaxes.
         """
         sums = partial(self._sums_together if self.heads.config.shared_lm_head else self._sums_apart, inputs, scale)
         markov = self.heads.markov
         if markov is None:
             return sums()
-        # Inside the layer's forward pass, because a sharded weight is whole only there.
+        # The sums are computed inside the layer's forward pass, because a sharded weight is whole only there.
         before = inputs.batch.tokens.flatten()[inputs.labels.text]
         biased: TermSums = markov.output(markov.embedding(before), lambda *factors: sums(Bias(*factors)))
         return biased
@@ -272,7 +273,7 @@ class MedusaObjective:
         dtype: torch.dtype,
         written: Sequence[int] | None = None,
     ) -> None:
-        """``dtype`` is the dtype of the target; finished heads are stored and used in it.
+        """``dtype`` is the dtype of the target; finished heads are stored and used in this dtype.
 
         ``written``: see `initial_heads`.
         """
@@ -331,7 +332,7 @@ def head_counts(batch: Batch, num_heads: int) -> Float[Tensor, " heads"]:
 
 
 def head_positions(batch: Batch, num_heads: int) -> tuple[Int[Tensor, " labels"], ...]:
-    """Return the indices of each head's labels in the flattened batch."""
+    """Return, for each head, the indices in the flattened batch of the states that have a label."""
     return tuple(batch.label_positions(k + 2) for k in range(num_heads))
 
 
@@ -351,7 +352,7 @@ def fit_tree(heads: MedusaHeads, target: CausalLM, texts: Sequence[tuple[Sequenc
 def rank_accuracies(
     target: CausalLM, heads: MedusaHeads, texts: Sequence[tuple[Sequence[int], int]]
 ) -> list[list[float]]:
-    """Return, at ``[k][r]``, the share of labels that are the token of rank r of head k (both from 0).
+    """Return shares: ``[k][r]`` is the share of labels that are head k's guess of rank r (k and r count from 0).
 
     A bias reads the previous token of the text.
     """

@@ -7,8 +7,8 @@ The tests compare `TokenDivergences` with readable formulas.
 - ``total_variation``: 1 - Σ min(p, q), half of DSpark's L1 distance (2607.05147).
 
 Terms are not scaled by temperature squared. If the draft can write only a set S of tokens, sums run over S and p is not
-renormalised: ``forward_kl`` is p(S) KL(p_S‖q), with p_S the target's distribution on S. The other terms count the rest
-of p as lost.
+renormalised: ``forward_kl`` is p(S) KL(p_S‖q), with p_S the target's distribution on S. The other terms count the
+probability of tokens outside S as lost.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +31,7 @@ class LabelGroups(NamedTuple):
     ends: Int[np.ndarray, " groups"]
     """The number of rows up to and including each group.
 
-    It is on the host, because chunk sizes must not wait for a GPU.
+    The array is on the host, because chunk sizes must not wait for a GPU.
     """
     of_rows: Int[Tensor, " rows"]
     """The group of each row, in increasing order."""
@@ -305,8 +305,8 @@ class SampledTailTeacher(NamedTuple):
     tail. With these weights, sums over the vocabulary are unbiased, and so are ``forward_kl`` and its gradient q - p',
     with Σ p' = 1. ``acceptance``, which is a function of such a sum, converges as P falls or n grows. If the draft can
     write only some tokens, the value of ``forward_kl`` also converges, but its gradient does not. Sparse Logit Sampling
-    (2503.16870) explains the bias of top-k alone. The ``known`` logits, the sampled ones last, are already divided by
-    ``temperature``, which must equal the temperature of the loss.
+    (2503.16870) explains why the k best logits alone are biased. The ``known`` logits, the sampled ones last, are
+    already divided by ``temperature``, which must equal the temperature of the loss.
     """
 
     known: KnownLogits

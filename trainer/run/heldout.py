@@ -168,9 +168,9 @@ class Watch:
     def choose_weights(self, progress: Progress) -> Progress:
         """Load the weights to keep into the module at the end of training; return the progress that belongs to them.
 
-        Every process must call this, with whole parameters. The best weights must exceed the last weights by more than
-        the interval of the ratio, paired by prompt, because the best of several figures is a little higher even if all
-        weights are equally good.
+        Every process must call this, with whole parameters. The best weights are kept only if the interval of the ratio
+        between their figure and the last weights' figure, paired by prompt, excludes 1, because the best of several
+        figures is a little higher even if all weights are equally good.
         """
         if self._section.keep == "last":
             return progress

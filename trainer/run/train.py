@@ -60,7 +60,7 @@ def choose_tree(job: Job, evaluator: Evaluator | None) -> None:
 
     Every process must call this, and the tree is the same on all processes.
     """
-    job.objective.module.eval()  # release the module as well, because it may contain the target
+    job.objective.module.eval()  # the module may contain the target
     if evaluator is not None:
         job.objective.choose_tree(evaluator.target, lambda: evaluator.greedy_texts(job.dataset))
 
@@ -70,8 +70,9 @@ def finish(
 ) -> None:
     """Write the artefact with its provenance, whole or not at all.
 
-    ``launch``: further entries of the provenance. The recipe in it has the settings of the last trained
-    steps; settings may have changed since then. Raises UserError if a weight is not finite in the dtype written.
+    ``launch``: further entries of the provenance. The recipe in the provenance has the settings of the last trained
+    steps, because settings may have changed since then. Raises UserError if a weight is not finite in the dtype in
+    which it is written.
     """
     stretches = [stretch for stretch in stretches if stretch["first_step"] < progress.step]
     training = job.recipe.training
