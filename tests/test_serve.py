@@ -201,6 +201,6 @@ def test_a_draft_of_another_vocabulary_size_or_with_fewer_positions_is_configure
     found = command(DRAFT, folder, target=other, shown_target=TARGET, plan=replace(PLAN, drawn=True))
     assert vllm_config(found)["use_heterogeneous_vocab"] is True
     assert "draft_sample_method" not in vllm_config(found), "vLLM rejects both together"
-    assert warned(found, "differs in size") and warned(found, "nothing is drafted after the draft's 64 positions")
+    assert warned(found, "different sizes") and warned(found, "nothing is drafted after the draft's 64 positions")
     for artefact, target in ((DRAFT, same), (HEADS, other)):
         assert "use_heterogeneous_vocab" not in command(artefact, folder, target=target).shell

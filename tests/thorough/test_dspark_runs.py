@@ -275,7 +275,7 @@ def test_a_run_from_the_disk_that_goes_on_is_to_the_bit_one_that_never_stopped(t
     [
         ({}, {}, "features are for a DSpark or EAGLE-3 draft.*: set features=null"),
         ({"dspark": {}, "policy": {"target": 1}}, {}, "draft.policy generates new answers: set features=null"),
-        ({"dspark": {}}, {"keep_target": False}, "features.keep_target=false works for heads only"),
+        ({"dspark": {}}, {"keep_target": False}, "features.keep_target=false works only for heads"),
     ],
 )
 def test_recipes_that_features_do_not_fit_are_refused(draft: Any, features: Any, problem: str) -> None:

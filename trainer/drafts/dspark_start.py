@@ -20,14 +20,15 @@ from trainer.target.initial import fit_states, most_frequent_trained, start_bias
 from trainer.target.loading import OnlineTarget
 
 SCALED = ("linear", "yarn")
-"""Scalings of rotary embeddings that drafts take over from their target. llama.cpp supports no others for a draft."""
+"""Scalings of rotary embeddings that a draft takes over from its target. For drafts, llama.cpp supports only these."""
 _UNSCALED = ("rope_theta", "partial_rotary_factor")
 
 
 def initial_dspark(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DraftSection, examples: Sequence[Example]
 ) -> DSparkDraft:
-    """Make a recipe's initial draft, in fp32 on the target's device: random by torch's global seed, or a stored one.
+    """Make a recipe's initial draft, in fp32 on the target's device. The draft is random (by torch's global seed) or
+    stored.
 
     Raises UserError for sizes that no server loads, and for a mask token that ends a text or occurs in the examples.
     """
@@ -59,8 +60,8 @@ def initial_dspark(
 def _stored_draft(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, name: str, of_draft: DraftSection
 ) -> DSparkDraft:
-    """Load a draft to train further; raise UserError if its sizes differ from those in the section (None fits any
-    size).
+    """Load a draft to train further; raise UserError if its sizes differ from the sizes in the section (where None fits
+    any size).
     """
     section = of_draft.dspark
     assert section is not None, "the recipe asks for a DSpark draft"
@@ -71,7 +72,7 @@ def _stored_draft(
     if config.markov_head_type != "vanilla":
         raise UserError(
             f"draft.init.from_model, {name}, has a {config.markov_head_type} Markov head, which cannot be trained: "
-            "use a draft with a vanilla one"
+            "use a draft with a vanilla head"
         )
     mask = None if section.mask_token is None else mask_token(tokenizer, target.vocab_size, section.mask_token)
     for key, wanted, held in (
@@ -94,7 +95,7 @@ def _stored_draft(
     if of_draft.vocabulary is not None and config.outputs > min(of_draft.vocabulary, config.vocab_size):
         raise UserError(
             f"draft.init.from_model, {name}, writes {config.outputs} tokens, more than {of_draft.vocabulary}: "
-            "leave draft.vocabulary out to keep them, or use another draft"
+            "leave draft.vocabulary out to keep these tokens, or use another draft"
         )
     return draft
 
@@ -126,7 +127,7 @@ def dspark_config(
 
 
 def check_taps(name: str, taps: Sequence[int], target: CausalLM) -> None:
-    """Raise UserError for taps, set by the recipe's ``name``, that servers cannot read."""
+    """Raise UserError if servers cannot read these taps; ``name`` is the recipe's key for the taps."""
     if list(taps) != sorted(set(taps)):
         raise UserError(f"{name} is {list(taps)}: use increasing layers")
     if max(taps) > target.num_layers - 2:
@@ -196,8 +197,8 @@ def mask_token(
     if free := [index for index in candidates if index < vocab_size and index not in used]:
         return free[0]
     raise UserError(
-        "the target's tokenizer has no spare token for the mask: set draft.dspark.mask_token to one that your data "
-        "never contains"
+        "the target's tokenizer has no spare token for the mask: set draft.dspark.mask_token to a token that "
+        "your data never contains"
     )
 
 

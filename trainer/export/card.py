@@ -73,7 +73,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def read_own_report(path: Path, source: Path) -> dict[str, Any]:
-    """Read a report, keeping the rows of the weights in ``source`` and of methods that need no weights.
+    """Read a report; keep only the rows for the weights in ``source`` and for methods that need no weights.
 
     Raises `UserError` unless the report measured these weights on the target that they were trained for.
     """

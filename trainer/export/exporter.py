@@ -128,7 +128,7 @@ class _Request(NamedTuple):
     planned: ServingPlan | None
     license: str | None
     target: str | None
-    """Target given by the user; None for the recorded one."""
+    """Target that the user named; None for the recorded target."""
     prompts: Path | None
 
 
@@ -170,7 +170,7 @@ def _write(task: ExportTask, request: _Request) -> tuple[Artefact, tuple[str, ..
         license=request.license,
     )
     (task.folder / CARD_NAME).write_text(card, encoding="utf-8")
-    mode = (task.folder / CARD_NAME).stat().st_mode  # safetensors writes private files; a server may be another user
+    mode = (task.folder / CARD_NAME).stat().st_mode  # safetensors writes private files, but other users may serve
     for path in filter(Path.is_file, task.folder.rglob("*")):
         path.chmod(mode)
     return artefact, tuple(compared)

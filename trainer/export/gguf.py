@@ -113,7 +113,7 @@ def _write_state_draft(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     Raises UserError if the target cannot be read or does not fit the draft.
     """
     if task.target is None:
-        raise UserError(f"{task.source} does not name a target, whose tokenizer a GGUF file needs: use --target")
+        raise UserError(f"{task.source} does not name its target, but a GGUF file needs the tokenizer: use --target")
     draft, trusted = stored_draft(task.source), task.trust_remote_code
     try:
         model = model_without_weights(local_folder(task.target, weights=False), torch.float32, trusted)
@@ -128,7 +128,7 @@ def _write_state_draft(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     else:
         draft.config.check_fits(target)
     if draft.config.target_layer_ids[-1] == target.num_layers - 1:
-        raise UserError("the draft reads the target's last layer, which llama.cpp cannot: serve it with vLLM")
+        raise UserError("the draft reads the target's last layer, which llama.cpp cannot read: serve it with vLLM")
     vocabulary, told = vocabulary_of(tokenizer, target.vocab_size, eos_token_ids(target.model, tokenizer))
     metadata, tensors = {**draft_metadata(draft.config), **vocabulary}, draft_tensors(draft)
     type = task.type or _TYPE_OF.get(draft.fc.weight.dtype, "f32")
@@ -149,7 +149,7 @@ def _written(
 
 
 def readers(task: ExportTask, target: CausalLM) -> Readers:
-    """Return readers of the trained draft and the exported file. Both draft a chain, in the target's dtype."""
+    """Return readers of the trained draft and of the exported file. Both write a chain, in the target's dtype."""
     path, chain = task.folder / FILE_NAME, chain_length(task.source)
     if kind_held_in(task.source) == DSPARK:
         config = replace(served_config(read_dspark_config(task.source)), tree=())

@@ -1,8 +1,8 @@
 """A tokenizer as GGUF metadata, with which llama.cpp splits texts as the model's tokenizer does.
 
-llama.cpp splits texts with its own code. For a byte-level BPE it chooses the code by the name of the pre-tokenizer; a
-sentencepiece-like BPE merges by scores. A tokenizer that llama.cpp would not reproduce is rejected, because the file
-would load but texts would be split in ways that the model never saw in training.
+llama.cpp splits texts with its own code. For a byte-level BPE it chooses the code by the name of the pre-tokenizer; for
+a sentencepiece-like BPE its code merges by scores. A tokenizer that llama.cpp would not reproduce is rejected, because
+the file would load but texts would be split in ways that the model never saw in training.
 """
 
 import json
@@ -100,7 +100,7 @@ def _tokens(
     if (highest := max(texts)) >= size:
         raise UserError(
             f"the tokenizer has token {highest} ({texts[highest]!r}), but the model has {size} embeddings, and GGUF "
-            "needs one for each token: resize the model's embeddings, or remove the token"
+            "needs an embedding for each token: resize the model's embeddings, or remove the token"
         )
     added = {token["id"]: token for token in stored["added_tokens"]}
     byte_fallback = stored["model"].get("byte_fallback")
@@ -131,7 +131,7 @@ def _byte_level(stored: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, .
     if normalizer is not None and normalizer["type"] == "NFC":
         remarks = ("llama.cpp does not normalise texts to NFC, so it splits texts in other forms differently",)
     elif normalizer is not None:
-        raise _refused(f"the tokenizer changes texts by {normalizer['type']} first")
+        raise _refused(f"the tokenizer first changes texts by {normalizer['type']}")
     return {"model": "gpt2", "pre": _NAMES[key], "merges": [" ".join(pair) for pair in _merges(stored)]}, remarks
 
 
@@ -238,6 +238,6 @@ def _remarks_on_ends(tokens: Sequence[str], ends: Sequence[int]) -> tuple[str, .
 
 
 def _remarks_on_added(stored: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a remark on special tokens that strip adjacent spaces; llama.cpp does not strip these."""
+    """Return a remark on special tokens that strip adjacent spaces; llama.cpp does not strip these spaces."""
     wide = [token["content"] for token in stored["added_tokens"] if token["lstrip"] or token["rstrip"]]
     return (f"llama.cpp keeps the spaces next to {', '.join(wide)}; this tokenizer strips them",) if wide else ()

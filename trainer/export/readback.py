@@ -1,10 +1,10 @@
 """Checks that exported files equal the trained weights: compares every bit, and decodes prompts with both.
 
 Each format has a function that returns pairs of `Readers`: one loads the trained weights, and the other loads the
-exported files alone. The two drafters draft the same chain or tree; only one of them is in memory at a time. If a
-format rounds weights, only the texts must match, and the tokens per target pass of both drafters are reported. The
-target runs in fp32. In fp32 a text does not depend on the number of tokens per pass, and bit-equal weights draft equal
-tokens.
+exported files alone. The two drafters write the same chain or tree; only one of the drafters is in memory at a time. If
+a format rounds weights, only the texts must match, and the tokens per target pass of both drafters are reported. The
+target runs in fp32. In fp32 a text does not depend on the number of tokens per pass, and two drafters with bit-equal
+weights draft equal tokens.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,7 +43,7 @@ Readers = list[tuple[Callable[[], Drafter], Callable[[], Drafter]]]
 PROMPTS = 20
 """Number of prompts to decode with the trained weights and with the exported files."""
 _NEW_TOKENS = 64
-"""New tokens after each prompt of the user's file. Held-out prompts get as many as in the run's evaluations."""
+"""Number of new tokens per prompt of the user's file; held-out prompts use the number of the run's evaluations."""
 _ROWS_PER_PROMPT = 16
 """Number of rows of held-out data to read for each prompt, because some rows are too long or contain no prompt."""
 _POSITIONS = 32
@@ -88,7 +88,7 @@ class _NotHere(Exception):
 
 
 class _Prompts(NamedTuple):
-    """Prompts as token ids. ``name``: the name of their file."""
+    """Prompts as token ids. ``name``: the name of the file with the prompts."""
 
     name: str
     tokens: Sequence[tuple[int, ...]]
@@ -98,10 +98,11 @@ class _Prompts(NamedTuple):
 def _read_target(name: str | None, given: bool, trusted: bool) -> tuple[CausalLM, PreTrainedTokenizerBase]:
     """Load a target in fp32.
 
-    Raises `_NotHere` if it is unknown, or if the user did not pass it (``given``) and it is not on disk.
+    Raises `_NotHere` if the target is unknown, or if it is not on disk and the user did not name it (``given`` is
+    False).
     """
     if name is None:
-        raise _NotHere("the target of these weights is not recorded; if they have one, pass it as --target")
+        raise _NotHere("the target of these weights is not recorded; if you know the target, pass it as --target")
     try:
         with only_cached(not given):
             model = CausalLM(load_model(name, torch.float32, default_device(), trusted))
@@ -154,7 +155,7 @@ def check_drafts(
 ) -> tuple[str, ...]:
     """Decode prompts with the trained weights and with the exported files; return a sentence on each comparison.
 
-    ``target`` and ``prompts`` are those that the user passed; None means the target or the prompts of the training run.
+    ``target`` and ``prompts`` are what the user passed; None means the target or the prompts of the training run.
     ``rounded`` means that the format rounds weights. Raises UserError, which names the prompt and the token, if the
     texts differ from one another or from the text that the target writes alone. If the target or the prompts are not on
     this machine, the sentence says so.
@@ -204,7 +205,7 @@ def _compared(
     if not rounded:
         _check_equal(task.folder, asked, ours, theirs)
     count, plain = len(asked.tokens), _equal(theirs.decoded, theirs.plain)
-    parts = [f"{_equal(ours.decoded, theirs.decoded)}/{count} texts are equal, {plain}/{count} as in plain decoding"]
+    parts = [f"{_equal(ours.decoded, theirs.decoded)}/{count} texts are equal, {plain}/{count} equal plain decoding"]
     if plain < count:
         parts[0] += " (the others differ after near-ties)"
     if rounded:
@@ -217,7 +218,7 @@ def _compared(
 
 
 def _read_with(model: CausalLM, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, prompts: _Prompts) -> _Reading:
-    """Decode prompts with and without a drafter; raise UserError if a text differs from the one that the target writes
+    """Decode prompts with and without a drafter; raise UserError if a text differs from the text that the target writes
     alone.
     """
     config = DecodingConfig(prompts.max_new_tokens, eos_token_ids=eos_token_ids(model.model, tokenizer))
@@ -257,7 +258,9 @@ def _first_difference(prompts: _Prompts, index: int, text: Generation, other: Ge
 
 
 def _counts(decoded: Sequence[Generation]) -> str:
-    """Return ``2.31 tokens per target pass; 123/88/41 accepted in 200 passes``; the counts are by position."""
+    """Return ``2.31 tokens per target pass; 123/88/41 accepted in 200 passes``; the counts of accepted tokens are by
+    position.
+    """
     shares = acceptance([text.counts for text in decoded])
     if not shares.passes:
         return "no text has more than one token"

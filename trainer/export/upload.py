@@ -13,7 +13,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.errors import HTTPError as ClientError  # type: ignore[attr-defined]  # whichever client it uses
+from huggingface_hub.errors import HTTPError as ClientError  # type: ignore[attr-defined]  # of its HTTP client
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
 from yaml import YAMLError
 
@@ -110,7 +110,7 @@ def _check_visibility(api: HfApi, repository: str, public: bool) -> None:
         api.create_repo(repository, private=not public)
     elif bool(api.repo_info(repository).private) == public:
         kind, remedy = ("private", "without --public") if public else ("public", "with --public")
-        raise UserError(f"the repository already exists and is {kind}: change that in its settings, or push {remedy}")
+        raise UserError(f"the repository already exists and is {kind}: change this in its settings, or push {remedy}")
 
 
 def _check_access(repository: str) -> str:
