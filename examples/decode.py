@@ -15,7 +15,7 @@ from decoding.text import Tally, stream_pieces
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--target", default="quickstart", help="folder, GGUF file or hub id")
-parser.add_argument("--drafter", default="lookup", help="as in docs/reference/commands.md")
+parser.add_argument("--drafter", default="lookup", help="drafter, as in docs/reference/commands.md")
 parser.add_argument("--prompt", default="class Stack:\n    def __init__(self):\n        self.items = []\n")
 parser.add_argument("--max-new-tokens", type=int, default=64)
 options = parser.parse_args()

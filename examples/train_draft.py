@@ -27,7 +27,7 @@ recipe = load_recipe(RECIPE, sys.argv[1:])
 draft = run_recipe(recipe)
 print(f"the draft is in {draft}: a model like any other, which transformers can load too")
 
-# 2. Each further drafted token costs a pass of the draft and saves a target pass if it is kept. Measure what is
+# 2. Each further drafted token costs a pass of the draft and saves a target pass if it is kept. Measure which number is
 # fastest.
 tokenizer = load_tokenizer(recipe.target)
 prompts = [encode_prompt(prompt, tokenizer, chat=True) for prompt in PROMPTS]
