@@ -55,4 +55,4 @@ figures = output.acceptance
 print(f"a batch of {len(prompts)}, {output.label}: {output.tokens_per_pass:.2f} tokens per target pass")
 print(f"passes by the number of drafted tokens that they kept: {figures.length_histogram}")
 for position, share in enumerate(figures.conditional[:4], start=1):
-    print(f"per-position acceptance {position}: {share.value:.0%} of {share.observations}")
+    print(f"per-position acceptance {position}: {share.value:.0%} of {share.observations} drafted tokens")

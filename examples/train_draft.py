@@ -25,7 +25,7 @@ PROMPTS = ["Why is the sky blue?", "Write a short poem about rain.", "How do I c
 # 1. The draft starts as the target's first layer and learns the target's distribution on answers by the target.
 recipe = load_recipe(RECIPE, sys.argv[1:])
 draft = run_recipe(recipe)
-print(f"the draft is in {draft}: a model like any other, which transformers can load too")
+print(f"the draft is in {draft}: a model like any other, which transformers can also load")
 
 # 2. Each further drafted token costs a pass of the draft and saves a target pass if it is kept. Measure which number is
 # fastest.

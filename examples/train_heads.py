@@ -35,7 +35,7 @@ prompts = [encode_prompt(prompt, tokenizer, chat=True) for prompt in PROMPTS]
 texts = {"max_new_tokens": 64, "batch_size": 1, "policy": "fixed", "pad_token_id": tokenizer.eos_token_id}
 plain = speculate(model.target, None, prompts, **texts)
 drafted = speculate(model.target, model.drafter, prompts, **texts)
-print(f"{drafted.tokens_per_pass:.2f} tokens per target pass, plain decoding {plain.tokens_per_pass:.2f}")
+print(f"{drafted.tokens_per_pass:.2f} tokens per target pass; plain decoding writes {plain.tokens_per_pass:.2f}")
 print(f"the same texts: {torch.equal(plain.sequences, drafted.sequences)}")
 for position, share in enumerate(drafted.acceptance.unconditional, start=1):
     print(f"head {position}: its token was kept in {share.value:.0%} of {share.observations} passes")

@@ -125,7 +125,7 @@ def launch(recipe: str) -> None:
     command += ["scripts/train.py", str(RECIPES / f"{recipe}.yaml"), *changes]
     finished = subprocess.run(command, cwd=ROOT, check=False)
     if finished.returncode:
-        raise UserError(f"training {recipe} failed with exit code {finished.returncode}; its message is above")
+        raise UserError(f"training {recipe} failed with exit code {finished.returncode}; the error message is above")
 
 
 def artefact(recipe: str) -> str:

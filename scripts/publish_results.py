@@ -364,7 +364,7 @@ def renewed(page: str, name: str, content: str, maker: str = MAKER) -> str:
     begin, end = (re.escape(mark) for mark in block(name, "\n", maker).split("\n\n\n"))
     changed, count = re.subn(rf"{begin}.*?{end}", lambda _: block(name, content, maker), page, flags=re.DOTALL)
     if count != 1:
-        raise ValueError(f"the page has {count} blocks marked {name!r}: it needs exactly one")
+        raise ValueError(f"the page has {count} blocks marked {name!r}, but must have exactly one")
     return changed
 
 

@@ -130,7 +130,7 @@ def main() -> None:
     report = json.loads(options.report.read_text())
     for path, narrow in ((options.output, False), (narrow_of(options.output), True)):
         path.write_text(picture(report, narrow))
-        print(f"written: {path} ({report['speedup']:.2f} times the speed)")
+        print(f"written: {path} ({report['speedup']:.2f} times the speed of plain decoding)")
 
 
 def narrow_of(output: Path) -> Path:

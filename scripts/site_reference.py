@@ -133,7 +133,7 @@ def _keys(section: type[BaseModel], prefix: str, shown: set[tuple[type[BaseModel
             continue
         shown.add((inner, path))
         parts.append(f"### {path}")
-        left_out = " Not used unless it is set." if field.default is None else ""
+        left_out = " This section is not used unless it is set." if field.default is None else ""
         parts += [f"{_prose(inner.__doc__)}{left_out}", _keys(inner, f"{path}.", shown)]
     return "\n\n".join(parts)
 

@@ -133,7 +133,7 @@ def test_a_report_of_other_weights_or_on_another_target_does_not_get_onto_a_card
         ({"rows": report_of()["rows"]}, "does not record the fingerprints of the weights that it measured"),
         (report_of(draft="0" * 16), f"did not measure the heads in .*{mine}"),
         (report_of(heads="0" * 16), f"did not measure the heads in .*{mine}"),
-        (report_of(heads=mine, target="0" * 16), r"measured with target 0{16}, but .* was trained for feed"),
+        (report_of(heads=mine, target="0" * 16), r"measured with the target 0{16}, but .* was trained for feed"),
     ]
     for report, complaint in rejected:
         path = write_json(tmp_path / "report.json", report)

@@ -252,7 +252,7 @@ def _is_asked_for(variable: str) -> bool:
 
 def _check_deepspeed() -> None:
     if importlib.util.find_spec("deepspeed") is None:
-        raise UserError("the launcher asks for DeepSpeed, but it is not installed: pip install 'headstart[deepspeed]'")
+        raise UserError("the launcher needs DeepSpeed, which is not installed: pip install 'headstart[deepspeed]'")
     if _is_asked_for("ACCELERATE_USE_CPU"):
         raise UserError(
             "accelerate ignores DeepSpeed while ACCELERATE_USE_CPU is set: unset this variable (without a GPU, "

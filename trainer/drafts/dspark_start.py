@@ -129,7 +129,7 @@ def dspark_config(
 def check_taps(name: str, taps: Sequence[int], target: CausalLM) -> None:
     """Raise UserError if servers cannot read these taps; ``name`` is the recipe's key for the taps."""
     if list(taps) != sorted(set(taps)):
-        raise UserError(f"{name} is {list(taps)}: use increasing layers")
+        raise UserError(f"{name} is {list(taps)}: use layers in increasing order")
     if max(taps) > target.num_layers - 2:
         raise UserError(
             f"{name} is {list(taps)}, but SGLang and llama.cpp cannot read the last layer: use layers from 0 to "

@@ -251,7 +251,7 @@ def check_reads(draft: CausalLM, target: CausalLM, key: str, examples: Sequence[
     """
     if draft.max_positions is not None and draft.max_positions < longest:
         raise UserError(
-            f"the draft from {key} reads at most {draft.max_positions} tokens, but texts here have up to {longest}: "
+            f"the draft from {key} reads at most {draft.max_positions} tokens, but this run has texts of {longest}: "
             "lower data.max_length and evaluation.max_new_tokens, or use another draft"
         )
     if draft.vocab_size < target.vocab_size:  # models of one family may pad to different sizes
@@ -259,5 +259,5 @@ def check_reads(draft: CausalLM, target: CausalLM, key: str, examples: Sequence[
         if largest >= draft.vocab_size:
             raise UserError(
                 f"the draft from {key} knows tokens 0 to {draft.vocab_size - 1}, but the training data contains "
-                f"{largest}: use a draft with the target's vocabulary"
+                f"token {largest}: use a draft with the target's vocabulary"
             )

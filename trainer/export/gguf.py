@@ -98,7 +98,7 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     before, after = probe_logits(model), probe_logits(_read(path, model.config, model.dtype))
     change = float((before.float() - after.float()).abs().max())
     if change and not rounded:
-        raise UserError(f"the logits of {path.name} differ from the written model's by {change:.3g}: export again")
+        raise UserError(f"the logits of {path.name} and of the written model differ by {change:.3g}: export again")
     if rounded:
         compared += f" and a logit of a probe by at most {change:.3g}"
     else:

@@ -129,7 +129,7 @@ def _byte_level(stored: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, .
     remarks: tuple[str, ...] = ()
     normalizer = stored["normalizer"]
     if normalizer is not None and normalizer["type"] == "NFC":
-        remarks = ("llama.cpp does not normalise texts to NFC, so it splits texts in other forms differently",)
+        remarks = ("llama.cpp does not normalise texts to NFC, so it splits texts that are not in NFC differently",)
     elif normalizer is not None:
         raise _refused(f"the tokenizer first changes texts by {normalizer['type']}")
     return {"model": "gpt2", "pre": _NAMES[key], "merges": [" ".join(pair) for pair in _merges(stored)]}, remarks
@@ -202,7 +202,7 @@ def _space_prefix(stored: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
             return False, ()
         remark = "llama.cpp puts a space before every text, even if a space or a special token is already there"
         return True, (remark,)
-    raise _refused("the normalizer and the pre-tokenizer are not sentencepiece's")
+    raise _refused("the normalizer and the pre-tokenizer are not as in sentencepiece")
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], size: int) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], siz
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     begins, finishes = whole[:1] == [bos] != plain[:1], whole[-1:] == [eos] != plain[-1:]
     if whole != [bos] * begins + plain + [eos] * finishes:
-        raise _refused(f"the tokenizer turns the tokens {plain} into {whole}")
+        raise _refused(f"the tokenizer adds more than BOS and EOS: {plain} becomes {whole}")
     others = [end for end in ends if end != eos]
     first = eos if eos in ends or not others else others.pop(0)
     ids = {

@@ -256,7 +256,7 @@ def _depth(serving: Serving) -> str:
         why = f"the plan's {which}, with the costs {_of_loop(serving.plan)}"
     else:
         most = serving.artefact.heads or serving.artefact.at_once
-        why = "all tokens that it can draft" if most else "its training depth, or a usual depth if none is recorded"
+        why = "as many as these weights can draft" if most else "the depth in training, or a usual depth if unknown"
         why += "; 'headstart plan' finds the best depth"
     return f"{serving.tokens} tokens at a time: {why}"
 

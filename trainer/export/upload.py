@@ -28,7 +28,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _REMEDIES = {
     401: f"{LOG_IN} to a valid token",
     403: "use a token with write access, or another repository",
-    404: "check the organisation's name and that the token may see it",
+    404: "check the organisation's name and that the token may see this organisation",
 }
 
 
@@ -133,7 +133,7 @@ def _check_folder(folder: Path, token: str) -> None:
     check_links(folder)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         if path.suffix.lower() in _PICKLES:
-            raise UserError(f"{path} may be a pickle, and loading a pickle can run code: remove it, then push again")
+            raise UserError(f"{path} may be a pickle, which can run code when it is loaded: remove it, then push again")
         if path.stat().st_size == 0:
             continue
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

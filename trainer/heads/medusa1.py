@@ -208,7 +208,7 @@ def check_init(section: HeadsSection, **sizes: int) -> None:
     if section.vocabulary is not None and held.outputs > section.vocabulary:
         raise UserError(
             f"the heads in heads.init, {section.init}, write {held.outputs} tokens, more than {section.vocabulary}: "
-            "leave heads.vocabulary out to keep them"
+            "leave heads.vocabulary out to keep these tokens"
         )
     for name, wanted in ({name: getattr(section, name) for name in _SHAPE} | sizes).items():
         if wanted not in (None, getattr(held, name)):

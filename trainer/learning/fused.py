@@ -265,7 +265,7 @@ class _Outputs:
             return log_p[:, self._tokens]
         if self._count > log_p.shape[1]:
             raise UserError(
-                f"the draft writes {self._count} tokens but the target has {log_p.shape[1]}: "
+                f"the draft can write {self._count} tokens, but the target has only {log_p.shape[1]}: "
                 f"use the first {log_p.shape[1]} rows of the draft's lm_head"
             )
         return log_p[:, : self._count]

@@ -321,6 +321,6 @@ class SampledTailTeacher(NamedTuple):
         if temperature != self.temperature:
             raise UserError(
                 f"the loss has temperature {temperature:g} but the target's logits were stored at "
-                f"{self.temperature:g}: set the temperature to {self.temperature:g}, or store them again"
+                f"{self.temperature:g}: set the temperature to {self.temperature:g}, or store the logits again"
             )
         return self.known.block(slice(start, stop))

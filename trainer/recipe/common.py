@@ -181,7 +181,7 @@ class LossSection(Section):
     @model_validator(mode="after")
     def _a_term_has_a_weight(self) -> "LossSection":
         if not self.mix:
-            raise UserError("every term of the loss has weight 0: set one above 0, such as forward_kl=1")
+            raise UserError("every term of the loss has weight 0: set a weight above 0, such as forward_kl=1")
         return self
 
 

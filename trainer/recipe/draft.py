@@ -257,7 +257,7 @@ class DraftSection(Section):
             others["init.from_target"] = self.init.from_target
         if given := [name for name, value in others.items() if value is not None]:
             raise UserError(
-                f"draft.{given[0]} does not apply to {kind} draft: set it to null, and set sizes in draft.{name}"
+                f"draft.{given[0]} does not apply to {kind} draft: set this key to null, and set sizes in draft.{name}"
             )
         return self
 

@@ -105,7 +105,7 @@ class MedusaRecipe(CommonRecipe):
     def _features_are_of_a_frozen_target(self) -> "MedusaRecipe":
         if self.adapters is not None and self.features is not None:
             raise UserError(
-                "adapters change the target, so stored features would be out of date: use only one of the two"
+                "adapters change the target, so stored features would be out of date: use only one of these sections"
             )
         if self.evaluation.keep == "best" and self.features is not None and not self.features.keep_target:
             raise UserError(

@@ -76,7 +76,7 @@ def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> list[dict[Any, Any]
     if base is None:
         return [content]
     if not (path.parent / str(base)).is_file():
-        raise UserError(f"{path}: its base {base!r} does not exist: use the path of a recipe from {path.parent}")
+        raise UserError(f"{path}: the base {base!r} does not exist: use the path of a recipe from {path.parent}")
     return [*_with_bases(path.parent / str(base), (*above, path.resolve())), content]
 
 
@@ -100,7 +100,7 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         if others := [other for other, recipe in _KINDS.items() if not location[1:] and name in recipe.model_fields]:
             kind = first["loc"][0]
-            return f"{name!r} is for recipes of kind {' or '.join(others)}, but this is a {kind} recipe: omit it"
+            return f"{name!r} is for recipes of kind {' or '.join(others)}, but this is a {kind} recipe: omit this key"
         valid = _valid_keys(str(first["loc"][0]), location[:-1])
         nearest = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.4)
         remedy = f"did you mean {nearest[0]!r}?" if nearest else f"valid keys are {', '.join(valid)}"

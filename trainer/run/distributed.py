@@ -27,8 +27,8 @@ def check_launch(accelerator: Accelerator, section: TrainingSection) -> None:
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED and section.optimizer == "muon":
         raise UserError(
-            "training.optimizer=muon needs 2 optimizers, but DeepSpeed accepts one: set training.optimizer=adamw, or "
-            "launch without DeepSpeed"
+            "training.optimizer=muon needs 2 optimizers, but DeepSpeed accepts only one: set training.optimizer=adamw, "
+            "or launch without DeepSpeed"
         )
 
 

@@ -123,7 +123,7 @@ def _heads_job(recipe: MedusaRecipe, device: torch.device, process: Process, beg
     written = None
     if (count := heads.vocabulary) is not None and heads.init is None and count < model.vocab_size:
         if not heads.shared_lm_head:
-            raise UserError(f"heads.vocabulary is {count}, but {said}: set heads.shared_lm_head=true, or leave it out")
+            raise UserError(f"heads.vocabulary is {count}, but {said}: set heads.shared_lm_head=true, or omit this key")
         written = most_frequent_trained(count, model.vocab_size, model, tokenizer, examples, "heads.vocabulary")
     training, features = recipe.training, recipe.features
     torch.manual_seed(training.seed)  # for random initial weights
@@ -220,7 +220,7 @@ def _over_states(
     process.say(f"the draft reads the target's layers {', '.join(map(str, config.target_layer_ids))}; {particular}")
     if section.dspark is not None and section.dspark.tree_nodes and recipe.evaluation.prompts:
         nodes = section.dspark.tree_nodes
-        process.say(f"evaluations use chains, as servers do; the finished draft uses a tree of {nodes} nodes here")
+        process.say(f"evaluations use chains, as servers do; the finished draft uses a tree of {nodes} nodes")
     reduced = config.draft_vocab_size not in (None, config.vocab_size)
     say_coverage(process, "the draft", examples, draft.output_tokens if reduced else None)
     if config.head_dim not in GPU_HEAD_DIMS:

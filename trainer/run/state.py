@@ -70,7 +70,7 @@ def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     if differing := sorted(set(tensors) ^ set(weights)):
         raise UserError(
             f"the checkpoint belongs to another model: {len(differing)} tensors differ, such as {differing[0]}. "
-            "Set another output folder in the recipe, or delete this one to start over"
+            "Set another output folder in the recipe, or delete this folder to start over"
         )
     with torch.no_grad():
         for name, tensor in tensors.items():

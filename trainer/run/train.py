@@ -85,7 +85,7 @@ def finish(
         for path in sorted(folder.rglob("*.safetensors")):
             with safe_open(path, framework="pt") as stored:
                 for name in stored.keys():  # noqa: SIM118  # not a mapping
-                    remedy = "lower training.learning_rate, or set dtype to one with a wider range, such as bf16"
+                    remedy = "lower training.learning_rate, or set dtype to a type with a wider range, such as bf16"
                     check_finite({name: stored.get_tensor(name)}, f"the new {path.name}", remedy)
         (folder / FILE_NAME).write_text(json.dumps(made_from, indent=2) + "\n")
 
@@ -257,6 +257,6 @@ def _announce(process: Process, job: Job) -> None:
     if job.heldout.sha256 == job.dataset.sha256:
         process.say(not_held_out("data.heldout", "data.train"))
     process.say(
-        f"{recipe.name}: {recipe.kind} for {recipe.target}; {job.trained_numbers / 1e6:.2f}M parameters trained; "
+        f"{recipe.name}: {recipe.kind} for {recipe.target}; {job.trained_numbers / 1e6:.2f}M trained parameters; "
         f"{job.dataset.describe()}; {recipe.training.steps} steps of {recipe.training.batch_size} sequences"
     )

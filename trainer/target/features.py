@@ -287,7 +287,7 @@ def _check_rounding(writer: FeatureWriter, examples: Sequence[Example]) -> str:
     divergences, states = rounding_kl(writer, examples), writer.origin.states
     kl = float(divergences.mean())
     told = (
-        f"states in {states} change the target's distribution by {kl:.2g} nats (mean KL of {len(divergences)} tokens)"
+        f"states in {states} change the target's distribution by {kl:.2g} nats (mean KL over {len(divergences)} tokens)"
     )
     if not kl <= LARGEST_KL:
         wider = "bf16" if states == "int8" and writer.origin.dtype != "float16" else "target"

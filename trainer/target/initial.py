@@ -43,7 +43,7 @@ def most_frequent_trained(
     ``setting`` is the recipe's key for ``count``, which messages name.
     """
     if count > known:
-        raise UserError(f"{setting} is {count} but target and drafter share {known} tokens: lower it")
+        raise UserError(f"{setting} is {count} but target and drafter share only {known} tokens: lower it")
     ends = {*eos_token_ids(target.model, tokenizer)}
     if tokenizer.eos_token_id is not None:
         ends.add(tokenizer.eos_token_id)

@@ -153,7 +153,7 @@ class Store(Generic[MadeFrom]):
         self._files: dict[str, Any] = {}
         if missing := _missing(_files(origin, layout), folder, _fingerprint(origin, layout)):
             raise UserError(
-                f"another process has written {missing[0]}, but {folder} on this machine does not contain it",
+                f"another process has written {missing[0]}, but {folder} on this machine does not contain this file",
                 f"set {origin.setting} to a folder that all machines share",
             )
 
@@ -307,7 +307,7 @@ def _write_missing(
                 bar.update(written, total=to_write, note=f"{written / bar.seconds:,.0f} {row}s/s")
             write_sealed(folder / shard_name(shard), tensors, fingerprint)
     if bar.completed:
-        process.say(f"{noun}: {bar.completed:,} {row}s written here, {bar.completed / bar.seconds:,.0f} {row}s/s")
+        process.say(f"{noun}: this process wrote {bar.completed:,} {row}s, {bar.completed / bar.seconds:,.0f} {row}s/s")
 
 
 def _batches(
