@@ -24,7 +24,7 @@ from decoding.rules.verify import Rule, Verdict
 
 
 def rejection(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
-    """Keep a drafted x with probability p(x)/q(x); at the first rejection, draw from the part of p above q."""
+    """Keep a drafted token x with probability p(x)/q(x); at the first rejection, draw from the part of p above q."""
     for place, token in enumerate(proposal.tree.token_list[1:]):
         q = one_hot(torch.tensor(token), p.shape[1]).to(p) if proposal.q is None else proposal.q[place]
         if not source.accept(float(p[place, token] / q[token])):

@@ -179,7 +179,7 @@ def export_all() -> None:
 
 
 def next_commands() -> str:
-    """Return the commands that chat, open the web demo and serve the draft in llama.cpp."""
+    """Return the commands for a chat, for the web demo and for serving the draft with llama.cpp."""
     draft = OUTPUT / "export" / "dspark-gguf" / "model.gguf"
     at_once = read_dspark_config(Path(artefact("dspark"))).block_size
     return "\n".join(

@@ -1,6 +1,6 @@
 """Numbers for docs/explanation: every outcome of the acceptance rules on a small p and q, and the law of the speed-up.
 
-The rules are the rules of decoding. Their outcomes are computed by the enumeration that also proves these rules. The
+The rules are the code that decoding runs, and the enumeration that proves these rules also computes their outcomes. The
 law comes from `decoding.metrics` and `decoding.rules.best_tree`. This module adds no formulas.
 """
 
@@ -154,8 +154,8 @@ def speed_report() -> dict[str, Any]:
 
 @cache
 def measured_costs() -> Mapping[str, Mapping[int, float]]:
-    """Return v(n) of each target in the speed report: seconds of a pass over n tokens / seconds of a pass over one
-    token.
+    """Return v(n) of each target in the speed report: the seconds of a pass over n tokens divided by the seconds of a
+    pass over one token.
     """
     targets = speed_report()["targets"]
     curves = {name: targets[name]["drafters"]["cost_curve_ms"] for name in targets}

@@ -186,7 +186,7 @@ KEPT = (1, 5)
 
 
 def draw_example_tree(colours: Colours) -> Figure:
-    """Draw the example's tree: its numbered nodes, the kept path, and the token that the target writes after it."""
+    """Draw the example's tree: its numbered nodes, the kept path, and the token that the target writes next."""
     shape, _, _ = explained.example_tree()
     tree = TokenTree.of_list(list(range(len(shape))), shape)
     step = Step((*KEPT, 0), len(KEPT), shape.max_depth, len(shape) - 1, tree=tree, path=KEPT)

@@ -117,7 +117,7 @@ def _gain(row: Report) -> str:
 
 
 def served_table(report: Report) -> str:
-    """Return a table with a row for each engine, artefact and batch size: equal texts, and counts there and here."""
+    """Return a table with a row for each engine, artefact and batch size: equal texts, and counts of both sides."""
 
     def compared(theirs: str, ours: str) -> str:
         return f"{theirs}, as here" if theirs == ours else f"{theirs}; here {ours}"

@@ -165,7 +165,7 @@ def _attribute(section: type[BaseModel], name: str) -> tuple[str, str]:
 
 
 def _spelled_out(written: str, module: Any) -> str:
-    """Replace names of types that recipe modules define by their values."""
+    """Replace the names of types from recipe modules with the definitions of these types."""
     for name in re.findall(r"\b[A-Z]\w+", written):
         found = module.members.get(name)
         if found is not None and found.is_alias:

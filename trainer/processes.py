@@ -1,6 +1,7 @@
 """The processes of a run: how they are launched, and how an error on one process reaches all others.
 
-For some combinations of launcher and devices, accelerate silently starts another combination; we reject these.
+For some combinations of launcher and devices, accelerate silently starts another combination; we reject such
+combinations.
 
 Every process calls `agreed`, `on_first` and similar functions in the same order; calls may be nested. An error on one
 process reaches the other processes at their next call of such a function, and no process waits for a process that has

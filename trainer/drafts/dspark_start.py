@@ -20,15 +20,15 @@ from trainer.target.initial import fit_states, most_frequent_trained, start_bias
 from trainer.target.loading import OnlineTarget
 
 SCALED = ("linear", "yarn")
-"""Scalings of rotary embeddings that a draft takes over from its target. For drafts, llama.cpp supports only these."""
+"""The scalings of rotary embeddings that llama.cpp supports for a draft. A draft takes them over from its target."""
 _UNSCALED = ("rope_theta", "partial_rotary_factor")
 
 
 def initial_dspark(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DraftSection, examples: Sequence[Example]
 ) -> DSparkDraft:
-    """Make a recipe's initial draft, in fp32 on the target's device. The draft is random (by torch's global seed) or
-    stored.
+    """Make a recipe's initial draft, in fp32 on the target's device. The draft is new, with random weights (by torch's
+    global seed), or it is a stored draft.
 
     Raises UserError for sizes that no server loads, and for a mask token that ends a text or occurs in the examples.
     """
@@ -176,8 +176,8 @@ def mask_token(
 ) -> int:
     """Return the id of a token that no text contains: it is not in ``used`` and not in the chat template.
 
-    By default it is the padding token, another special token, an id without a token, or a byte that never occurs in
-    UTF-8. Raises UserError if ``name`` is not a token of the target, and if no token is free.
+    By default the mask is the padding token, another special token, an id without a token, or a byte that never occurs
+    in UTF-8. Raises UserError if ``name`` is not a token of the target, and if no token is free.
     """
     known = tokenizer.get_vocab()
     if name is not None:
@@ -203,8 +203,8 @@ def mask_token(
 
 
 _QUIET = 0.3
-"""Initial weights of the last norm of a draft whose bias is fitted. They are small, because the logits of untrained
-layers would hide the bias."""
+"""Initial weights of the last norm of a draft whose bias is fitted. These weights are small, because the logits of
+untrained layers would hide the bias."""
 
 
 @torch.no_grad()

@@ -1,10 +1,10 @@
-"""The objective of a DSpark draft: it learns the target's distribution of the next K tokens.
+"""The objective of a DSpark draft: the draft learns the target's distribution of the next K tokens.
 
 Each row has A positions called anchors, and a block at each anchor: the anchor's token, followed by masks. Slot j of
 anchor t is at position t + j; it attends to the target's states before t and to the whole block. Blocks do not see each
 other, so one forward pass equals A passes of single blocks. Each slot of a block learns the target's distribution of
-the token that the slot predicts. The target has read the text up to that token. The draft has read only the text up to
-the anchor, but its bias also reads the previous token.
+the token that the slot predicts. The target has read all tokens before the predicted token. The draft has read only the
+text up to the anchor, but its bias also reads the token before the predicted token.
 """
 
 import copy
@@ -161,7 +161,7 @@ class DSparkInputs(NamedTuple):
     tokens: Int[Tensor, "batch positions"]
     teacher: HiddenTeacher
     lm_head: Float[Tensor, "vocab hidden"]
-    """The target's lm_head; a draft that writes only some tokens has a separate one."""
+    """The target's lm_head; a draft that writes only some tokens has a separate lm_head."""
 
 
 def run_blocks(
@@ -206,7 +206,7 @@ class DSparkTraining(nn.Module):
     def _biased(
         self, inputs: DSparkInputs, scale: Tensor | None, hidden: Float[Tensor, "rows hidden"], lm_head: Tensor
     ) -> TermSums:
-        """Return the loss sums; if the draft has a bias, it is added to the logits."""
+        """Return the loss sums; if the draft has a bias, the bias is added to the logits."""
         compared = partial(self._compared, inputs, scale, hidden, lm_head)
         if self.draft.markov is None:
             return compared(None, None)
@@ -262,7 +262,7 @@ class BlocksPrefetch(NamedTuple):
     blocks: Blocks
     labels: Labels
     stored: Float[Tensor, "batch positions layers hidden"] | None
-    """The target's states from disk, if stored."""
+    """The target's states from disk, if they are stored."""
 
 
 class DSparkObjective:
@@ -359,7 +359,7 @@ def block_logits(
 ) -> Iterator[tuple[int, Int[Tensor, " labels"], Float[Tensor, "labels vocab"]]]:
     """Yield each depth (from 0) with its labels and logits; a block starts at every new token of a text.
 
-    ``online`` is the draft's target. The bias reads the text's previous token.
+    ``online`` is the draft's target. The bias reads the previous token of the text.
     """
     draft, config = dspark.draft, dspark.config
     on_host, device = collate([Example(tokens, [True] * len(tokens), prompt_length)]), dspark.target.device

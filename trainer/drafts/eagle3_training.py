@@ -2,13 +2,13 @@
 states.
 
 Slot p of a text pairs the embedding of token p + 1 with the target's states at token p, and predicts token p + 2. In
-decoding the draft continues from its own states, so training unrolls it in the same way (2503.01840, section 3.2). A
-chain starts from the slot before its anchor, which is an arbitrary token of the text. Step k (from 0) of a chain
-predicts token anchor + 1 + k. From step 1 on, it pairs the embedding of token anchor + k with the state of the chain's
-previous step. Step 0 runs all slots of the text at once. A chain's later slots attend to the text's slots before the
-anchor and to the slots of their own chain. Chains do not see each other, so one pass over many chains equals one pass
-over each chain. Anchors are drawn in the same way as for the blocks of a DSpark draft, at most ``anchors`` in a text.
-So the mask stays small: it has the columns of the text and at most (steps - 1) x anchors further columns.
+decoding the draft continues from its own states, so training unrolls it in the same way (2503.01840, section 3.2). An
+anchor is an arbitrary token of the text, and a chain starts from the slot before its anchor. Step k (from 0) of a chain
+predicts token anchor + 1 + k. From step 1 on, a step pairs the embedding of token anchor + k with the state of the
+chain's previous step. Step 0 runs all slots of the text at once. A chain's later slots attend to the text's slots
+before the anchor and to the slots of their own chain. Chains do not see each other, so one pass over many chains equals
+one pass over each chain. Anchors are drawn in the same way as for the blocks of a DSpark draft, at most ``anchors`` in
+a text. So the mask stays small: it has the columns of the text and at most (steps - 1) x anchors further columns.
 """
 
 import copy
@@ -49,8 +49,8 @@ from trainer.target.loading import OnlineTarget
 def initial_eagle3(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DraftSection, examples: Sequence[Example]
 ) -> Eagle3Draft:
-    """Make a recipe's initial draft, in fp32 on the target's device. The draft is random (by torch's global seed) or
-    stored.
+    """Make a recipe's initial draft, in fp32 on the target's device. The draft is new, with random weights (by torch's
+    global seed), or it is a stored draft.
 
     The lm_head of a random draft consists of rows of the target's lm_head. Raises UserError for a draft that does not
     fit the target.

@@ -73,8 +73,8 @@ class GeneratedText(NamedTuple):
 class TextWriter:
     """Generator of texts with a draft's current weights.
 
-    On a GPU the target's texts are also written with speculative decoding. Each text has a separate seed, so up to
-    rounding it does not depend on the other texts of its batch.
+    On a GPU, texts of the target are written with speculative decoding as well. Each text has a separate seed, so up to
+    rounding a text does not depend on the other texts of its batch.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ def policy_source(
 class PolicySource:
     """Source of batches mixed by a policy: offline rows first, then texts by the target, then texts by the loop.
 
-    A position's source, prompt and random numbers depend on seed, step and position alone. Texts are generated at
+    A position's source, prompt and random numbers depend only on seed, step and position. Texts are generated at
     multiples of ``policy.every`` and saved before they train the draft. So a resumed run trains on the same texts, and
     the batch does not depend on the number of processes.
     """
@@ -232,7 +232,7 @@ class PolicySource:
     def write(self, step: int, positions: Sequence[int]) -> Mapping[str, float]:
         """Generate the texts at these positions in all steps of the window.
 
-        Return counts of texts, new tokens and rejections, and this process's share of the mean seconds.
+        Return counts of texts, new tokens and rejections, and the seconds divided by the number of processes.
         """
         start = time.perf_counter()
         orders = self._orders(step, positions)

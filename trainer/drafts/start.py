@@ -170,7 +170,7 @@ def _evenly_spaced(count: int, total: int) -> list[int]:
 
 
 def _set_layers(config: PreTrainedConfig, kept: Sequence[int]) -> None:
-    """Keep these layers in a config, in its ``layer_types`` and in other lists with an entry per layer."""
+    """Keep only these layers in a config, in its ``layer_types`` and in other lists with an entry per layer."""
     total = config.num_hidden_layers
     config.num_hidden_layers = len(kept)
     for name, value in config.to_dict().items():
@@ -254,7 +254,7 @@ def check_reads(draft: CausalLM, target: CausalLM, key: str, examples: Sequence[
             f"the draft from {key} reads at most {draft.max_positions} tokens, but this run has texts of {longest}: "
             "lower data.max_length and evaluation.max_new_tokens, or use another draft"
         )
-    if draft.vocab_size < target.vocab_size:  # models of one family may pad to different sizes
+    if draft.vocab_size < target.vocab_size:  # models of one family may pad their vocabularies
         largest = max(int(example.tokens.max()) for example in examples)
         if largest >= draft.vocab_size:
             raise UserError(

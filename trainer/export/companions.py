@@ -23,9 +23,9 @@ from trainer.heads.medusa2 import TARGET_FOLDER
 
 PROVENANCE_NAME, REPORT_NAME = "provenance.json", "report.json"
 UNKNOWN_TARGET = "TARGET"
-"""Placeholder for the target in commands, used if neither its folder nor its Hub id is known."""
+"""Placeholder for the target in commands, used if neither the folder nor the Hub id is known."""
 USUAL_DRAFT_TOKENS = 4
-"""Depth of a draft's chain if neither its provenance nor a plan records one."""
+"""Depth of a draft's chain if neither its provenance nor a plan records a depth."""
 _COPIED = (".safetensors", ".json", ".jinja", ".txt", ".model")
 """Suffixes of the model files that are copied; code is not copied."""
 _OBJECTS = ("recipe", "target", "revisions", "versions", "hardware", "data")

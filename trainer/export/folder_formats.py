@@ -43,7 +43,7 @@ _AGAIN = "export again"
 
 
 def write_heads(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
-    """Write heads in the format that `MedusaHeads` reads, read them back and compare."""
+    """Write heads in the format that `MedusaHeads` reads, read them back and compare them."""
     folder, heads = task.folder, MedusaHeads.from_pretrained(task.source)
     if task.tree:
         heads.config = replace(heads.config, tree=task.tree)
@@ -171,7 +171,7 @@ _OF_LAYERS = (
     *("num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings", "attention_bias"),
     *("rope_parameters", "layer_types", "sliding_window", "use_sliding_window", "num_aux_hidden_states"),
 )
-"""Keys of a flat ``config.json`` that a nested one has in ``transformer_layer_config``; vLLM copies all these keys."""
+"""Keys of a flat ``config.json`` that a nested file has in ``transformer_layer_config``; vLLM copies all these keys."""
 _NAMES = {"dspark": "DSparkDraftModel", "dflash": "DFlashDraftModel", "eagle3": "Eagle3DraftModel"}
 
 
@@ -189,7 +189,7 @@ def stored_draft(folder: Path) -> StateDraft:
 
 
 def served_config(config: DSparkConfig) -> DSparkConfig:
-    """Return a draft's config; drop a confidence head that ignores the Markov bias, which llama.cpp cannot load."""
+    """Return a draft's config; drop a confidence head that ignores the Markov bias: llama.cpp cannot load it."""
     wanted = config.enable_confidence_head and config.confidence_head_with_markov and config.markov_rank > 0
     return replace(config, enable_confidence_head=wanted)
 

@@ -74,10 +74,10 @@ _AGAIN = "export again, and check the disk if it happens twice"
 
 
 def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
-    """Write a model's GGUF file, read it back and compare.
+    """Write a model's GGUF file, read it back and compare it.
 
-    A trimmed draft gets a full lm_head that drafts the same tokens. A draft that reads states gets the tokenizer of its
-    target. Raises UserError for a model or a tokenizer that llama.cpp would interpret differently.
+    A trimmed draft gets a full lm_head that drafts the same tokens. A draft that reads its target's states gets the
+    tokenizer of this target. Raises UserError for a model or a tokenizer that llama.cpp would interpret differently.
     """
     if kind_held_in(task.source) in (DSPARK, EAGLE3):
         return _write_state_draft(task)
@@ -108,7 +108,7 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
 
 
 def _write_state_draft(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
-    """Write the file of a draft that reads states.
+    """Write the file of a draft that reads its target's states.
 
     Raises UserError if the target cannot be read or does not fit the draft.
     """
@@ -196,7 +196,7 @@ def _read(path: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTraine
 
 
 def _read_into(path: Path, draft: _Draft) -> _Draft:
-    """Read all weights of a draft that reads states from its file."""
+    """Load all weights of a file into a draft that reads its target's states."""
     stored = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
     for name, theirs in draft_names(draft).items():
         values = draft.get_parameter(name).data
@@ -210,9 +210,9 @@ def _read_into(path: Path, draft: _Draft) -> _Draft:
 
 
 def write_file(path: Path, metadata: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], type: str) -> None:
-    """Write a file. Vectors are stored in f32, as llama.cpp requires, integers in i64, and matrices in ``type``.
+    """Write a file. Vectors are stored in f32 (llama.cpp requires this), integers in i64, and matrices in ``type``.
 
-    Matrices with rows that do not divide into q8_0 blocks are stored in f16.
+    A matrix is stored in f16 if its rows do not divide into q8_0 blocks.
     """
     writer = GGUFWriter(path, metadata["general.architecture"])
     for key, value in metadata.items():
@@ -250,7 +250,7 @@ def compare_file(
 
     Returns the number of tensors, the number of tensors with rounded weights, and the largest change of a weight. Float
     types must contain the rounded weights bit for bit. q8_0 stores 32 weights as integers from -127 to 127 times one
-    f16 scale, so its error may reach half a step plus the rounding error of the scale.
+    f16 scale, so the error of a weight may reach half a step plus the rounding error of the scale.
     """
     reader = GGUFReader(path)
     for key, value in metadata.items():
@@ -291,7 +291,7 @@ def _is_rounded(read: Tensor, values: Tensor, kind: GGMLQuantizationType) -> boo
     if kind != GGMLQuantizationType.Q8_0:
         return torch.equal(read, values.to(_TORCH[kind]).float())
     peaks = values.reshape(-1, 32).abs().amax(1, keepdim=True)
-    allowed = peaks * (0.5 / 127 + 2.0**-11) + 2.0**-17  # steps of f16 are at least 2^-24, and 127 of them add up
+    allowed = peaks * (0.5 / 127 + 2.0**-11) + 2.0**-17  # a tiny scale is off by up to 2^-25, counted 127 times
     return bool(((read - values).reshape(-1, 32).abs() <= allowed).all())
 
 

@@ -87,7 +87,8 @@ def _keys(architecture: str, config: _Config, others: Mapping[str, Any]) -> dict
 
 
 def draft_metadata(config: DSparkConfig | Eagle3Config) -> dict[str, Any]:
-    """Return GGUF's keys for a draft that reads states. llama.cpp numbers the inputs of layers, not their outputs.
+    """Return GGUF's keys for a draft that reads its target's states. llama.cpp numbers the inputs of layers, not their
+    outputs.
 
     Raises UserError for settings that llama.cpp lacks or ignores; for example, llama.cpp has one causal flag for all
     layers.
@@ -159,13 +160,13 @@ def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         if architecture == MODEL_ARCH.LLAMA and ".k_proj." in name:
             values = _interleaved(values, config.num_key_value_heads)
         yield f"{theirs}.{suffix}", values
-    if config.rope_parameters.get("rope_type") == "llama3":  # llama.cpp divides the frequencies by these
+    if config.rope_parameters.get("rope_type") == "llama3":  # llama.cpp divides the frequencies by these numbers
         scaled = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
         yield "rope_freqs.weight", _divisors(config.rope_parameters["rope_theta"], scaled)
 
 
 def draft_tensors(draft: DSparkDraft | Eagle3Draft) -> dict[str, Tensor]:
-    """Return the tensors of a draft that reads states, by llama.cpp's names and in its layout.
+    """Return the tensors of a draft that reads its target's states, by llama.cpp's names and in its layout.
 
     Here ``d2t`` contains token ids; in folders it contains the difference between each token id and the number of its
     output.

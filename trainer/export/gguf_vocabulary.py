@@ -1,8 +1,8 @@
 """A tokenizer as GGUF metadata, with which llama.cpp splits texts as the model's tokenizer does.
 
-llama.cpp splits texts with its own code. For a byte-level BPE it chooses the code by the name of the pre-tokenizer; for
-a sentencepiece-like BPE its code merges by scores. A tokenizer that llama.cpp would not reproduce is rejected, because
-the file would load but texts would be split in ways that the model never saw in training.
+llama.cpp splits texts with its own code. For a byte-level BPE, llama.cpp chooses the code by the name of the
+pre-tokenizer; for a sentencepiece-like BPE, llama.cpp merges by scores. A tokenizer that llama.cpp would not reproduce
+is rejected, because the file would load but texts would be split in ways that the model never saw in training.
 """
 
 import json
@@ -76,7 +76,7 @@ def vocabulary_of(
 
 
 def _chat_templates(own: str | Mapping[str, str] | None) -> dict[str, Any]:
-    """Return the keys of a tokenizer's chat templates, named as by llama.cpp's converter.
+    """Return the keys of a tokenizer's chat templates, with the names that llama.cpp's converter uses.
 
     Plain readers of Jinja do not know generation marks, so the marks are replaced by `if` statements that do nothing.
     """

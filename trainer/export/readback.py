@@ -1,4 +1,5 @@
-"""Checks that exported files equal the trained weights: compares every bit, and decodes prompts with both.
+"""Checks that exported files equal the trained weights: compares every bit, and decodes prompts with the files and with
+the weights.
 
 Each format has a function that returns pairs of `Readers`: one loads the trained weights, and the other loads the
 exported files alone. The two drafters write the same chain or tree; only one of the drafters is in memory at a time. If
@@ -81,7 +82,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 class _NotHere(Exception):
-    """The reason why this machine cannot decode prompts with the export, with a remedy.
+    """The reason why this machine cannot decode prompts with the export, and a remedy.
 
     The export may still be fine.
     """
@@ -158,7 +159,7 @@ def check_drafts(
     ``target`` and ``prompts`` are what the user passed; None means the target or the prompts of the training run.
     ``rounded`` means that the format rounds weights. Raises UserError, which names the prompt and the token, if the
     texts differ from one another or from the text that the target writes alone. If the target or the prompts are not on
-    this machine, the sentence says so.
+    this machine, the sentence says that nothing was decoded.
     """
     try:
         model, tokenizer = _read_target(target or task.target, target is not None, task.trust_remote_code)
@@ -171,10 +172,7 @@ def check_drafts(
 
 
 class _Reading(NamedTuple):
-    """The texts of one drafter with their counts.
-
-    If the drafter has heads, also the logits of the heads at some positions.
-    """
+    """The texts of one drafter with their counts, and, if the drafter has heads, their logits at some positions."""
 
     label: str
     decoded: list[Generation]
@@ -193,7 +191,7 @@ def _compared(
     own_target: bool,
     rounded: bool,
 ) -> str:
-    """Compare one pair of drafters and return the sentence; raise UserError if they differ."""
+    """Compare one pair of drafters and return the sentence; raise UserError if the two drafters differ."""
     drafter = trained()
     longest = min(filter(None, (model.max_positions, drafter.max_positions)), default=None)
     asked = _read_prompts(task.source, prompts, tokenizer, longest)

@@ -110,7 +110,7 @@ class Serving:
 
     @property
     def lost(self) -> Mapping[str, Sequence[str]]:
-        """What each server gets wrong in the folder of a draft that reads states; empty for any other folder."""
+        """What each server gets wrong in the folder of a draft that reads states of its target; otherwise empty."""
         if not self.config or not self.artefact.reads_states:
             return {}
         if self.artefact.eagle3:
@@ -125,13 +125,15 @@ class Serving:
 
     @property
     def has_other_size(self) -> bool:
-        """True if the draft's vocabulary is known to differ in size from the target's."""
+        """True if the draft's vocabulary is known to differ in size from the target's vocabulary."""
         other = self.target_config.get("vocab_size")
         return other is not None and not self.artefact.heads and self.artefact.vocab_size != other
 
 
 def commands_of(serving: Serving) -> tuple[ServerCommand, ...]:
-    """Return the commands of all servers that accept an exported folder; SGLang must run it as it was trained."""
+    """Return the commands of the servers that accept an exported folder. SGLang is left out if it would not run the
+    draft as trained, and vLLM is left out if it does not know the draft's Markov head.
+    """
     wrong: dict[Callable[[Serving], ServerCommand], bool] = {_sglang: bool(serving.lost.get("SGLang"))}
     wrong[_vllm] = serving.config.get("markov_head_type", "vanilla") != "vanilla"
     return tuple(write(serving) for write in _SERVERS_OF.get(serving.artefact.format, ()) if not wrong.get(write))
@@ -192,7 +194,7 @@ def _vllm_heads(serving: Serving) -> ServerCommand:
 
 
 def _llama_cpp(serving: Serving) -> ServerCommand:
-    """Return `llama-server` with a draft; its target must also be a GGUF file."""
+    """Return `llama-server` with a draft; the target must also be a GGUF file."""
     target = serving.target_words[0]
     file = target if is_gguf(target) else f"{Path(target).name}.gguf"
     on_hub = hub_name(file)

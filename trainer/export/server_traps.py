@@ -95,7 +95,7 @@ def misread_keys(whose: str, stored: Mapping[str, Any]) -> list[Trap]:
 
 
 def lost_in_servers(config: DSparkConfig, stored: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return in words what each server gets wrong in a DSpark or DFlash draft whose config.json is ``stored``.
+    """Return, for each server, what it gets wrong in a DSpark or DFlash draft whose config.json is ``stored``.
 
     These facts follow from the sources of vLLM 0.33, SGLang 0.5.23 and llama.cpp with its converter, as of November
     2026; they were not tried.
@@ -137,7 +137,7 @@ def lost_of_eagle3(config: Eagle3Config, stored: Mapping[str, Any], depth: int |
     fewer = "so fewer tokens are accepted"
     vllm, sglang, llama = list[str](), list[str](), list[str]()
     other_count = [] if config.taps == 3 else [f"does not run a draft that reads {config.taps} layers"]
-    layer = stored.get("transformer_layer_config") or stored  # vLLM reads nothing else of a nested file, except flags
+    layer = stored.get("transformer_layer_config") or stored  # of a nested file, vLLM reads only this part and flags
     vllm += other_count if layer.get("num_aux_hidden_states") is None and not config.qk_norm else []
     if "speculators_model_type" in stored:
         sglang.append("does not read a nested config.json")

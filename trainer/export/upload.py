@@ -36,7 +36,7 @@ _REMEDIES = {
 class PushSummary:
     """The result of an upload. ``address``: the URL of the repository or of the pull request.
 
-    ``name``: ORG/NAME@COMMIT, which every command accepts to read these files.
+    ``name``: ORG/NAME@COMMIT, with which every command can read these files.
     """
 
     address: str

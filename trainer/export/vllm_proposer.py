@@ -27,9 +27,9 @@ _FORMAT = "headstart-medusa"
 
 class _Step(threading.local):
     """States of this thread's current step: the states whose logits were computed last, and the states from which
-    tokens were sampled last. A step computes the logits of its drafted tokens, samples, computes prompt logits if their
-    log-probabilities are wanted, and drafts. So sampling stores the states, and drafting removes them, and a later step
-    can never use the states of an earlier step that did not draft.
+    tokens were sampled last. A step computes the logits of its drafted tokens, samples, computes the logits of prompts
+    if their log-probabilities are wanted, and drafts. Sampling stores the states, and drafting removes them, so a later
+    step can never use the states of an earlier step that did not draft.
     """
 
     computed: Tensor | None = None
@@ -157,7 +157,7 @@ class HeadsProposer:
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, slot_mappings: Any = None
     ) -> list[list[int]]:
-        """Return the drafted tokens of each request; none for a request in the middle of its prompt."""
+        """Return the drafted tokens of each request; a request in the middle of its prompt gets an empty list."""
         step, _STEP.sampled = _STEP.sampled, None
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if self.ngram:

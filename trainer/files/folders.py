@@ -110,7 +110,7 @@ def sha256_of(path: Path) -> str:
 def scratch_beside(destination: Path) -> Iterator[Path]:
     """Yield an empty hidden folder next to ``destination``, and remove it afterwards.
 
-    Also removes such folders that killed processes left for the same destination.
+    Folders of this kind that killed processes left for the same destination are removed as well.
     """
     for left, _ in _left_by_dead(destination, ("scratch",)):
         shutil.rmtree(left, ignore_errors=True)
@@ -123,7 +123,7 @@ def scratch_beside(destination: Path) -> Iterator[Path]:
 
 
 def _left_by_dead(destination: Path, kinds: Sequence[str]) -> Iterator[tuple[Path, str]]:
-    """Yield the hidden folders next to ``destination`` that no running process needs, with their kinds."""
+    """Yield the hidden folders next to ``destination`` that no running process needs, each with its kind."""
     for left in sorted(destination.parent.glob(f".{destination.name}.*.*")):
         process, kind = left.name.rsplit(".", 2)[1:]
         if kind in kinds and not (process.isdigit() and _is_running(int(process))):

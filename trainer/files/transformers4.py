@@ -24,7 +24,7 @@ _LOGGER = logging.getLogger(__name__)
 _RENAMED = {"torch_dtype": "dtype", "num_experts": "num_local_experts"}
 """Maps keys of transformers 4 to keys of transformers 5."""
 _NAMES = {"gpt_neox": ("rotary_emb_base", "rotary_pct")}
-"""Maps model types to their names for rope_theta and partial_rotary_factor."""
+"""Maps model types to the names that they use for rope_theta and partial_rotary_factor."""
 _LOCAL = ("gemma3_text", "gemma3n_text")
 """Model types whose sliding layers have a ``rope_local_base_freq``."""
 _TYPE_ALONE = {"phi3": ("short_factor", "long_factor"), "olmo2": ("factor",)}

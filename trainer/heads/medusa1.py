@@ -1,7 +1,7 @@
 """The Medusa-1 objective: heads on a frozen target's hidden states (2401.10774, section 2.2.1).
 
-Heads may have a bias that depends on the previous token (`decoding.model.markov`); in training, this is the token of
-the text. With soft targets a head learns the target's distribution for the token that it predicts.
+Heads may have a bias that depends on the previous token (`decoding.model.markov`); in training, the previous token
+comes from the text. With soft targets a head learns the target's distribution for the token that it predicts.
 """
 
 import copy
@@ -79,7 +79,7 @@ class HeadsPrefetch(NamedTuple):
 
     labels: HeadLabels
     stored: Float[Tensor, "batch positions hidden"] | None
-    """The target's states from disk, if stored."""
+    """The target's states from disk, if they are stored."""
 
 
 class MedusaTraining(nn.Module):
@@ -343,7 +343,7 @@ def decoding_copy(heads: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:
 
 
 def fit_tree(heads: MedusaHeads, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]], tree_nodes: int) -> None:
-    """Set the heads' tree to the best one with ``tree_nodes`` drafted nodes, by their accuracies on these texts."""
+    """Set the heads' tree to the best tree with ``tree_nodes`` drafted nodes, by their accuracies on these texts."""
     accuracies = rank_accuracies(target, decoding_copy(heads, target.dtype), texts)
     heads.config = replace(heads.config, tree=best_tree(accuracies, tree_nodes))
 

@@ -270,7 +270,7 @@ def merged_weights(model: "PeftModel") -> dict[str, Tensor]:
             if layer and leaf == "weight":
                 (adapter,) = model.active_adapters
                 delta = base.get_submodule(layer).get_delta_weight(adapter)  # type: ignore[operator]  # peft's layer
-                whole = (whole + delta).to(whole.dtype)  # added in fp32, as the adapters are
+                whole = (whole + delta).to(whole.dtype)  # added in fp32, because the adapters are fp32
             copies[tensor.data_ptr()] = whole.cpu()
         merged[f"{layer}.{leaf}" if layer else name] = copies[tensor.data_ptr()]
     return merged

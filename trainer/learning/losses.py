@@ -63,7 +63,7 @@ class GroupedRows:
             first = last
 
     def repeat(self, of_groups: Tensor, groups: slice, rows: slice) -> Tensor:
-        """Repeat values of these groups for each of their rows."""
+        """Repeat the value of each of these groups for each row of the group."""
         if self._groups is None:
             return of_groups
         return of_groups.index_select(0, self._groups.of_rows[rows] - groups.start)
@@ -133,8 +133,8 @@ class Softmax(NamedTuple):
 class TokenDivergences:
     """Loss terms of some tokens, from p and q on the outcomes. Shared parts are computed once.
 
-    Without ``weights`` the outcomes are all tokens that the draft can write. With ``weights`` they are a sample with
-    repeats, whose weighted sums estimate sums over all tokens without bias. With a sample, ``forward_kl`` (up to a
+    Without ``weights`` the outcomes are all tokens that the draft can write. With ``weights`` the outcomes are a sample
+    with repeats, whose weighted sums estimate sums over all tokens without bias. With a sample, ``forward_kl`` (up to a
     constant in p(S)) and its gradient are unbiased; ``acceptance``, which is a function of such a sum, converges as the
     sample grows.
     """
@@ -220,10 +220,10 @@ class KnownLogits(NamedTuple):
     tokens: Int[Tensor, "rows known"] | None = None
     """Tokens of the logits; None means the whole vocabulary, in order."""
     log_total: Float[Tensor, " rows"] | None = None
-    """Logsumexp over the whole vocabulary; present if ``tokens`` is."""
+    """Logsumexp over the whole vocabulary; present if ``tokens`` is present."""
     drawn: int = 0
     """The last ``drawn`` of ``tokens`` are a sample, drawn with replacement by the target's probabilities from all
-    tokens except the other ones in ``tokens``.
+    tokens that do not come earlier in ``tokens``.
     """
 
     def block(self, rows: slice) -> "KnownLogits":
@@ -298,15 +298,15 @@ class HiddenTeacher(NamedTuple):
 
 
 class SampledTailTeacher(NamedTuple):
-    """The target's k best logits, and a sample of the others that keeps losses and gradients unbiased.
+    """The target's k best logits, and a sample of the other logits that keeps losses and gradients unbiased.
 
     The k best tokens are exact. From the other tokens, called the tail, n tokens were drawn with replacement by the
     target's probabilities. A drawn token of probability p has weight P / (n p), where P is the total probability of the
     tail. With these weights, sums over the vocabulary are unbiased, and so are ``forward_kl`` and its gradient q - p',
     with Σ p' = 1. ``acceptance``, which is a function of such a sum, converges as P falls or n grows. If the draft can
     write only some tokens, the value of ``forward_kl`` also converges, but its gradient does not. Sparse Logit Sampling
-    (2503.16870) explains why the k best logits alone are biased. The ``known`` logits, the sampled ones last, are
-    already divided by ``temperature``, which must equal the temperature of the loss.
+    (2503.16870) explains why the k best logits alone are biased. The ``known`` logits, with the sampled logits last,
+    are already divided by ``temperature``, which must equal the temperature of the loss.
     """
 
     known: KnownLogits

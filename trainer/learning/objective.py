@@ -88,7 +88,7 @@ class Objective(Protocol):
         """Return the number of labels of each term in this batch, at a step (from 0)."""
 
     def prefetch(self, batch: Batch, step: int) -> Any:
-        """Prepare the inputs of a batch on the host that need no model, such as rows from disk.
+        """Prepare, on the host, the inputs of a batch that need no model, such as rows from disk.
 
         This runs in a thread while another micro batch trains. Tensors in tuples and mappings are moved to the device.
         """
@@ -96,8 +96,8 @@ class Objective(Protocol):
     def inputs(self, batch: Batch, step: int, prefetched: Any = None) -> tuple[Any, ...]:
         """Run the frozen models without gradients; return the arguments for the module.
 
-        ``prefetched`` is the result of `prefetch` for the same batch, on the batch's device; if it is None, it is
-        computed here.
+        ``prefetched`` is the result of `prefetch` for the same batch, on the batch's device; if it is None, `prefetch`
+        is called here.
         """
 
     def drafter(self) -> Drafter:

@@ -143,7 +143,7 @@ class CheckpointSection(Section):
 
 
 Divergence = Literal["forward_kl", "acceptance", "total_variation"]
-"""Terms that compare the logits with the logits of the target."""
+"""Terms that compare the logits of the draft or head with the logits of the target."""
 Term = Literal["cross_entropy", Divergence]
 """Terms on the logits."""
 
@@ -207,7 +207,7 @@ class CommonRecipe(Section):
 
     name: str
     target: str
-    """Hub id or folder of the target; ``quickstart`` is the embedded default."""
+    """Hub id or folder of the target; ``quickstart`` is the small model that is installed as a package."""
     dtype: Annotated[Literal["fast", "bf16", "fp16", "fp32"], Field(validate_default=True)] = "fast"
     """The target's dtype; ``fast`` means ``bf16`` if the device supports it natively, otherwise ``fp32``."""
     trust_remote_code: bool = False

@@ -92,8 +92,8 @@ _SOURCES = ("offline", "target", "loop")
 
 
 class TeacherSection(Section):
-    """The target's logits, written to disk once: the largest ones, and a sample of the others that keeps gradients
-    unbiased.
+    """The target's logits, written to disk once: the largest logits, and a sample of the other logits that keeps
+    gradients unbiased.
     """
 
     folder: str
@@ -129,7 +129,7 @@ class DSparkSection(Section):
     rms_norm_eps: Annotated[float, Field(gt=0)] | None = None
     """Epsilon of the norms; None means the target's epsilon."""
     markov_rank: Annotated[int, Field(ge=0)] = 256
-    """Rank of a bias on the logits, which makes each token depend on the previous one. 0 means no bias (DFlash)."""
+    """Rank of a bias on the logits, which makes each token depend on the previous token. 0 means no bias (DFlash)."""
     confidence: bool | None = None
     """Train a head that predicts the acceptance of each token.
 
@@ -147,7 +147,7 @@ class DSparkSection(Section):
     """
     mask_token: str | None = None
     """A token that never occurs in texts. None means the padding token, or another token that no row contains. YAML
-    reads ~ as null: quote it, as in mask_token='"~"' on a command line."""
+    reads ~ as null: quote this token, as in mask_token='"~"' on a command line."""
     anchors: Annotated[int, Field(ge=1)] = 24
     """Number of positions in each sequence after which blocks are trained; they are drawn again at every step."""
     decay: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -189,10 +189,11 @@ class DraftSection(Section):
 
     init: InitSection = InitSection()
     vocabulary: Annotated[int, Field(ge=2)] | None = None
-    """Number of different tokens that the draft can write: the most frequent ones in training answers.
+    """Number of different tokens that the draft can write: the most frequent tokens in training answers.
 
-    None means all tokens. The draft reads all tokens in any case. If the target has many tokens, writing fewer makes
-    drafting and training cheaper. SGLang loads EAGLE-3 drafts that write fewer tokens, but no such DSpark drafts.
+    None means all tokens. The draft reads all tokens in any case. If the target has many tokens, a draft that writes
+    fewer tokens is cheaper in drafting and in training. SGLang loads EAGLE-3 drafts that write fewer tokens, but no
+    such DSpark drafts.
     """
     loss: Annotated[LossSection, default_term("forward_kl")] = LossSection(forward_kl=1.0)
     policy: PolicySection = PolicySection()

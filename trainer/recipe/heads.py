@@ -28,7 +28,7 @@ class HeadsSection(Section):
     """
     fit_tokens: Annotated[int, Field(ge=0)] = 32_768
     """New heads with a Markov bias start as a regression of the target's states, on this many tokens of the data
-    (`trainer.target.initial`). With 0 they start near the target's own prediction. Heads of Medusa-2 and heads on
+    (`trainer.target.initial`). With 0 the heads start near the target's own prediction. Heads of Medusa-2 and heads on
     targets that scale their logits always start near this prediction, and heads with ``init`` start as the heads that
     ``init`` names.
     """
@@ -71,8 +71,8 @@ StatesDtype = Literal["target", "bf16", "int8"]
 
 
 class FeaturesSection(Section):
-    """The target's hidden states, which are written to disk once. Training reads them, and the target need not run at
-    every step.
+    """The target's hidden states, which are written to disk once. Training reads these states, so the target need not
+    run at every step.
     """
 
     folder: str

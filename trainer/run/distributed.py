@@ -38,7 +38,7 @@ class Runner:
     """
 
     module: nn.Module
-    """The wrapped module. Its gradients are averaged over the processes."""
+    """The wrapped module, whose gradients are averaged over the processes."""
     engine: Any = None
     """DeepSpeed's engine, or None."""
 
@@ -199,8 +199,8 @@ def build_optimizers(module: nn.Module, section: TrainingSection, prefixes: Coll
     """Build AdamW for all trained parameters, or Muon for inner matrices and AdamW for all others.
 
     AdamW keeps embeddings and output layers, because each of their rows belongs to a token. Muon's step is scaled to
-    the size of AdamW's, so both use the same learning rate. A parameter joins the group of the longest of ``prefixes``
-    that its name starts with.
+    the size of AdamW's step, so both use the same learning rate. A parameter joins the group of the longest of
+    ``prefixes`` that its name starts with.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if section.optimizer == "adamw":

@@ -109,8 +109,7 @@ class Log:
     def step(self, progress: Progress, figures: dict[str, float], times: StepTimes | None) -> None:
         """Log a step's figures; if its time is known, also its speed and the target's share of the time.
 
-        In tokens per second, each trained token of the texts counts once, even if heads or a draft predict it several
-        times.
+        The speed counts each trained token of the texts once, even if heads or a draft predict the token several times.
         """
         tokens, self._tokens = progress.tokens - self._tokens, progress.tokens
         note = f"loss {figures['loss']:.3f}"

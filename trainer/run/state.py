@@ -3,9 +3,9 @@
 The state consists of the trained parameters, the module's buffers and the optimizers' moments, without a frozen target.
 Names, not positions or devices, identify tensors, so a run may resume under another launcher or number of processes.
 
-`torch.distributed.checkpoint.state_dict` does not fit. It stores tied weights twice, returns whole tensors only on the
-first process, and cannot gather on one process, as an evaluation inside `whole_parameters` does. If a state lacks a
-parameter, the setter there rejects the state, or makes up a first step for this parameter.
+`torch.distributed.checkpoint.state_dict` does not fit, because it stores tied weights twice, returns whole tensors only
+on the first process, and cannot gather on one process, as an evaluation inside `whole_parameters` does. If a state
+lacks a parameter, the setter there rejects the state, or makes up a first step for this parameter.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,8 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def gather_weights(module: nn.Module, engine: Any = None, keep: bool = True) -> Tensors:
     """Return trained parameters and buffers, whole, on the host. Every process must call this.
 
-    ``engine`` is the engine of DeepSpeed, if it trains. Without ``keep`` a process only takes part and returns nothing.
+    ``engine`` is DeepSpeed's engine, if DeepSpeed trains. Without ``keep`` a process only takes part and returns
+    nothing.
     """
     read = _whole if engine is None else _zero_weight
     weights = {name: partial(read, parameter) for name, parameter in trained_parameters(module).items()}
@@ -80,7 +81,7 @@ def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 def load_moments(
     module: nn.Module, optimizers: Sequence[Optimizer], moments: Mapping[str, Tensor], engine: Any = None
 ) -> None:
-    """Load gathered moments into the optimizers of a wrapped module; without moments do nothing."""
+    """Load gathered moments into the optimizers of a wrapped module; if there are no moments, do nothing."""
     if not moments:
         return
     by_parameter: dict[str, Tensors] = {}

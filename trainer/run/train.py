@@ -60,7 +60,7 @@ def choose_tree(job: Job, evaluator: Evaluator | None) -> None:
 
     Every process must call this, and the tree is the same on all processes.
     """
-    job.objective.module.eval()  # the module may contain the target
+    job.objective.module.eval()  # the module may contain the target, which decodes in evaluation mode
     if evaluator is not None:
         job.objective.choose_tree(evaluator.target, lambda: evaluator.greedy_texts(job.dataset))
 
@@ -116,7 +116,7 @@ def consolidate(checkpoint: Path, destination: Path, trust_remote_code: bool = F
 
 
 def _provenance(recipe: AnyRecipe, job: Job, progress: Progress, launch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the provenance as plain JSON values. It contains no secrets, because a recipe has none."""
+    """Return the provenance as plain JSON values. The provenance contains no secrets, because a recipe has none."""
     content = recipe.model_dump(mode="json")
     heads, draft = content.get("heads") or {}, (content.get("draft") or {}).get("init") or {}
     models = {

@@ -3,9 +3,9 @@
 First weights of heads and Markov biases are fitted by least squares to the target's own states. An lm_head predicts
 well from inputs that resemble the target's own last states. Therefore this regression is already a speculator: y = A_k
 x + a_k + T[b] for head k, where y is the state from which the target predicts a token, x is the state that the head
-reads, and b is the token before the predicted one. Measured on SmolLM2-135M-Instruct, its acceptance at the first token
-is 0.35 after one pass over 58,000 tokens, whereas 90 steps of gradient descent from the identity reach 0.27. Training
-starts from this regression. T is the same for all heads. If its rank is r, it becomes a
+reads, and b is the token before the predicted token. Measured on SmolLM2-135M-Instruct, the regression's acceptance at
+the first token is 0.35 after one pass over 58,000 tokens, whereas 90 steps of gradient descent from the identity reach
+0.27. Training starts from this regression. T is the same for all heads. If the rank of T is r, T becomes a
 `decoding.model.markov.MarkovBias` when the lm_head is applied.
 """
 
@@ -120,8 +120,8 @@ def fit_states(states: HiddenStates, examples: Sequence[Example], heads: int, mo
     """Fit ``heads`` heads on evenly spaced examples with at most about ``most`` tokens; with 0 heads, fit only T.
 
     T[b] is shrunk towards the mean over all tokens, as if every token had been seen once more with this mean. Each
-    state is read once. Only sums are kept: for each head, two of shape (hidden, hidden) and two of shape (known tokens,
-    hidden).
+    state is read once. Only sums are kept: for each head, two sums of shape (hidden, hidden) and two sums of shape
+    (known tokens, hidden).
     """
     size, device = sum(len(example.tokens) for example in examples), states.lm_head.device
     chosen = range(0, len(examples), max(1, -(-size // most)))

@@ -109,7 +109,7 @@ class Origin(ABC):
 
 
 class Writer(Protocol):
-    """Runner of a target that computes a folder's tensors."""
+    """Writer that runs a target and computes a folder's tensors."""
 
     @property
     def origin(self) -> Origin: ...
@@ -228,9 +228,9 @@ def ensure_store(
 ) -> ShardLayout:
     """Write the missing and damaged files of a folder for these examples; return its layout.
 
-    Intact files stay untouched, so a call may be killed and repeated. Every process calls it, writes a share of the
-    shards, and waits for the others and for other runs writing the same folder. A folder that is complete may be on a
-    disk without locks. Raises UserError if the folder was written with another origin, or the disk is too small.
+    Intact files stay untouched, so a call may be killed and repeated. Every process calls this function, writes a share
+    of the shards, and waits for the others and for other runs writing the same folder. A folder that is complete may be
+    on a disk without locks. Raises UserError if the folder was written with another origin, or the disk is too small.
     """
     with ExitStack() as held:
 
