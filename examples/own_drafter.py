@@ -3,7 +3,7 @@
     python examples/own_drafter.py
     python examples/own_drafter.py --target ORG/NAME --corpus manual.txt --prompt "To reset the device, "
 
-Such a drafter is useful if answers repeat a known text (code, a manual, a form) or earlier parts of themselves. It
+Such a drafter is useful if answers repeat a known text (code, a manual, a form) or earlier parts of themselves, and it
 needs neither a model nor training. The target checks every token, so a bad drafter costs time but never changes the
 text.
 """

@@ -4,7 +4,7 @@
 
 The model here runs one block several times, each time with separate keys and values. Such a class needs position ids, a
 key-value cache, attention through transformers' interface (to support a tree's mask), and an lm_head. Once the class is
-registered with transformers' auto classes, its models can be targets like any other, in training and in decoding.
+registered with transformers' auto classes, its models can be targets in training and in decoding, as other models can.
 """
 
 import argparse

@@ -4,7 +4,8 @@
     python examples/own_rule.py --target ORG/NAME --drafter draft:runs/draft/final,tokens=4
 
 A rule gets a proposal (a tree of drafted tokens, and the q from which they were drawn), the target's distribution p at
-every node, and a source of random decisions. It returns the nodes to keep and the token to write after them.
+every node, and a source of random decisions. The rule returns the nodes to keep and the token to write after these
+nodes.
 """
 
 import argparse

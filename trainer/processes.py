@@ -1,4 +1,4 @@
-"""The processes of a run: how they are launched, and how an error on one process reaches all others.
+"""The processes of a run: how they are launched, and how an error on one process reaches all other processes.
 
 For some combinations of launcher and devices, accelerate silently starts another combination; we reject such
 combinations.

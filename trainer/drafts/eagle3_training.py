@@ -261,6 +261,6 @@ class Eagle3Objective:
         draft, path = self.decoding_copy(), folder / CONFIG_NAME
         draft.save_pretrained(folder)
         if draft.config.target_layer_ids != usual_layers(self._target.num_layers):
-            # Otherwise the folder would omit these layers if they were the defaults for a target of another depth.
+            # Without this, the config would omit layers that are the default layers of a target with another depth.
             content = json.loads(path.read_text()) | draft.config.named_layers()
             path.write_text(json.dumps(content, indent=2) + "\n")

@@ -48,7 +48,7 @@ def read_provenance(source: Path) -> Provenance | None:
     for key in _OBJECTS:
         stored[key] = stored.get(key) or {}
         if not isinstance(stored[key], dict):
-            raise UserError(f"{path} has {stored[key]!r} as {key}, not an object: {remedy}")
+            raise UserError(f"{path} has {stored[key]!r} as {key}, which must be an object: {remedy}")
     return stored
 
 

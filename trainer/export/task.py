@@ -51,7 +51,7 @@ class ExportTask:
     """Existing empty folder to fill."""
     format: str
     target: str | None = None
-    """Folder or Hub id of the model for which the artefact drafts; None if unknown."""
+    """Folder or Hub id of the model for which the artefact drafts; None if it is unknown."""
     tree: Paths = ()
     """Tree that replaces the tree of the artefact; empty to keep that tree."""
     type: str | None = None

@@ -64,7 +64,9 @@ class HeadLabels(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """Inputs of a step of the heads: a batch, the target's states on this batch, and the target's lm_head if needed."""
+    """Inputs of a step of the heads: a batch, the target's states on this batch, and the target's lm_head if it is
+    needed.
+    """
 
     batch: Batch
     hidden: Float[Tensor, "batch positions hidden"]
@@ -363,7 +365,7 @@ def _new_tokens(
     target: CausalLM, heads: MedusaHeads, texts: Sequence[tuple[Sequence[int], int]]
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield, for each head (from 0), the head's number, its labels among the new tokens of a text, and its logits for
-    them.
+    these labels.
     """
     lm_head = target.model.get_output_embeddings()
     device = next(heads.parameters()).device

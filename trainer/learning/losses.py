@@ -109,12 +109,12 @@ class Pulled(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """The softmax of some rows, with one exponential per logit (log_softmax needs a second one)."""
+    """The softmax of some rows, with one exponential per logit (log_softmax needs a second exponential)."""
 
     scores: Float[Tensor, "rows outcomes"]
     q: Float[Tensor, "rows outcomes"]
     log_total: Float[Tensor, "rows 1"]
-    """Logsumexp over all outputs; the outcomes may be only some of them."""
+    """Logsumexp over all outputs; the outcomes may be only some of the outputs."""
 
     @staticmethod
     def of(scores: Float[Tensor, "rows outputs"]) -> "Softmax":

@@ -47,7 +47,7 @@ class TermSums(NamedTuple):
 
     @staticmethod
     def of(losses: Tensor, hits: Tensor, scale: Float[Tensor, " terms"] | None) -> "TermSums":
-        """Weight differentiable losses by ``scale`` (None: 1)."""
+        """Weight differentiable losses by ``scale``, or by 1 if ``scale`` is None."""
         return TermSums(losses.detach(), hits.detach(), (losses if scale is None else losses * scale).sum())
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Timing of training steps, and of the waits for data and for the target in them."""
+"""Timing of training steps, and of the waits in these steps for data and for the target."""
 
 import time
 from collections import Counter

@@ -27,7 +27,9 @@ class InitSection(Section):
     from_model: str | None = None
     """Hub id or folder of a small model with the target's tokenizer."""
     from_config: dict[str, Any] | None = None
-    """Random weights in the target's architecture. Set the config keys that differ, such as num_hidden_layers."""
+    """Random weights in the target's architecture. Set the config keys that differ from the target's config, such as
+    num_hidden_layers.
+    """
 
     @model_validator(mode="after")
     def _one_is_given(self) -> "InitSection":

@@ -196,7 +196,7 @@ PREFIX = "prefix"
 
 
 def build_optimizers(module: nn.Module, section: TrainingSection, prefixes: Collection[str] = ("",)) -> list[Optimizer]:
-    """Build AdamW for all trained parameters, or Muon for inner matrices and AdamW for all others.
+    """Build AdamW for all trained parameters, or Muon for inner matrices and AdamW for all other parameters.
 
     AdamW keeps embeddings and output layers, because each of their rows belongs to a token. Muon's step is scaled to
     the size of AdamW's step, so both use the same learning rate. A parameter joins the group of the longest of
@@ -249,7 +249,8 @@ _LEAST_NORM = 1e-7
 class Muon(Optimizer):
     """Muon (Jordan et al. 2024), which moves matrices along their orthogonalised momentum.
 
-    It is `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"`` and a choice of dtype, for 2-D parameters.
+    This optimizer is `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"`` and a choice of dtype, for 2-D
+    parameters.
 
     `torch.optim.Muon` always orthogonalises in bf16. On a processor without bf16 products, this took 15 times as long
     as the rest of a training step. If ``dtype`` is None, Muon uses the device's fast dtype.

@@ -225,7 +225,7 @@ def trackers_of(tracking: Sequence[str] | None) -> list[str]:
 def _is_logged_in() -> bool:
     """Return True if wandb has stored a key, in ~/.netrc or its settings.
 
-    This asks neither the user nor the network.
+    The check asks neither the user nor the network.
     """
     # In a separate process, because a login changes the settings of later runs, and undoing it waits for earlier runs.
     ask = "import sys, wandb; sys.exit(0 if wandb.login(prompt=False, verify=False) else 3)"

@@ -149,7 +149,7 @@ def _provenance(recipe: AnyRecipe, job: Job, progress: Progress, launch: Mapping
 
 def _about(dataset: Dataset, section: DataSection) -> dict[str, Any]:
     """Describe a data set: digest, rows, commit, the prompts to which its answers belong, source and licence (null if
-    unknown). The source of a hub data set is the id without revision and configuration.
+    they are unknown). The source of a hub data set is the id without revision and configuration.
     """
     hub_id = None if Path(dataset.path).exists() else hub_repository(dataset.path)
     return {

@@ -240,8 +240,8 @@ def ensure_features(
     """Write the missing features of these examples, and return all features; ``taps`` are the layers that a draft
     reads.
 
-    Every process calls this and waits for the others. Raises UserError, before anything is written, if states in the
-    section's dtype would change the target's distribution too much.
+    Every process calls this and waits for the other processes. Raises UserError, before anything is written, if states
+    in the section's dtype would change the target's distribution too much.
     """
     layers = sorted({*taps, target.model.num_layers - 2}) if taps else ()
     origin = FeatureOrigin.of(target.model, target.fingerprint, target.tokenizer, examples, section, layers)

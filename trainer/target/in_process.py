@@ -58,7 +58,7 @@ class TargetBackend:
     def outcomes(
         self, conversations: Iterable[OpenConversation], done: Container[AnswerKey], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
-        """Yield each outcome as soon as it is known. Groups that are done are skipped."""
+        """Yield each outcome as soon as it is known. A group whose answers are all done is skipped."""
         waiting = iter(conversations)
         while group := list(islice(waiting, GROUP * self._batch_size)):
             if any(conversation.key not in done for conversation in group):

@@ -70,7 +70,7 @@ def say_coverage(
 _TOGETHER = 4096
 """Number of tokens that run together, enough to keep a GPU busy."""
 _RIDGE = 0.1
-"""Penalty on A, relative to the mean variance of x. It is needed because few tokens have to fit a square matrix."""
+"""Penalty on A, relative to the mean variance of x, because few tokens have to fit a square matrix."""
 _SPREAD = 3.0
 """Root mean square of the embedding of a fitted bias, the same as in a random bias (`MedusaHeads`)."""
 

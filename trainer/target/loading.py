@@ -145,8 +145,8 @@ class OnlineTarget:
     def tapped(self, batch: Batch, taps: Sequence[int], stored: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the lm_head's input and the states after the layers ``taps``, from one run of the target.
 
-        Their shapes are (batch, positions, hidden) and (batch, positions, taps), on the batch's device; the second
-        tensor is empty without taps. ``stored`` is the result of `read` on that device.
+        The two tensors have shapes (batch, positions, hidden) and (batch, positions, taps), on the batch's device; the
+        second tensor is empty without taps. ``stored`` is the result of `read` on the batch's device.
         """
         device = batch.tokens.device  # a target spread over devices may end on another device
         inputs, whole = batch.model_inputs(), list[Tensor]()

@@ -229,8 +229,9 @@ def ensure_store(
     """Write the missing and damaged files of a folder for these examples; return its layout.
 
     Intact files stay untouched, so a call may be killed and repeated. Every process calls this function, writes a share
-    of the shards, and waits for the others and for other runs writing the same folder. A folder that is complete may be
-    on a disk without locks. Raises UserError if the folder was written with another origin, or the disk is too small.
+    of the shards, and waits for the other processes and for other runs that write the same folder. A folder that is
+    complete may be on a disk without locks. Raises UserError if the folder was written with another origin, or the disk
+    is too small.
     """
     with ExitStack() as held:
 

@@ -181,7 +181,7 @@ def ensure_teacher_cache(
 ) -> TeacherStore:
     """Write the missing rows of these examples' cache, at the loss's temperature; return the whole cache.
 
-    Every process calls this and waits for the others.
+    Every process calls this and waits for the other processes.
     """
     origin = TeacherOrigin.of(target.model, target.fingerprint, target.tokenizer, examples, section, temperature)
     folder = Path(section.folder)
