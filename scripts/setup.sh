@@ -8,8 +8,8 @@ python=${PYTHON:-python3}
     exit 1
 }
 [ -x .venv/bin/python ] || "$python" -m venv .venv
-# A module is compiled when it is first imported. Most modules never are imported, and compiling all of them takes longer
-# than the installation.
+# A module is compiled when it is first imported. Most modules are never imported, and compiling all modules takes
+# longer than the installation.
 pip=".venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile"
 torch=$(grep '^torch==' requirements.lock)
 
