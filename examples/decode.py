@@ -15,13 +15,13 @@ from decoding.text import Tally, stream_pieces
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--target", default="quickstart", help="folder, GGUF file or hub id")
-parser.add_argument("--drafter", default="lookup", help="as in docs/reference/commands.md")
+parser.add_argument("--drafter", default="lookup", help="drafter, as in docs/reference/commands.md")
 parser.add_argument("--prompt", default="class Stack:\n    def __init__(self):\n        self.items = []\n")
 parser.add_argument("--max-new-tokens", type=int, default=64)
 options = parser.parse_args()
 
 tokenizer = load_tokenizer(options.target)
-# In fp32 plain decoding writes the same greedy text. In bf16, the faster default, near-ties may differ.
+# In fp32 plain decoding writes the same greedy text. In bf16, the faster default, texts may differ after near-ties.
 model = HeadstartModel.from_pretrained(options.target, options.drafter, dtype=torch.float32)
 
 # 1. One call instead of `generate` of transformers, with the same options and the same result.
@@ -31,7 +31,7 @@ written = model.generate(**inputs, **lengths)
 same = torch.equal(written, model.target.model.generate(**inputs, **lengths))
 print(f"the text of transformers' generate: {'equal' if same else 'DIFFERENT'}")
 
-# 2. A stream: each step of the loop is one target pass. Drafted tokens are green, tokens by the target are plain.
+# 2. A stream: each step of the loop is one target pass. Drafted tokens are green, and tokens by the target are plain.
 console = Console(highlight=False)
 config = DecodingConfig(options.max_new_tokens, eos_token_ids=eos_token_ids(model.target.model, tokenizer))
 tally = Tally()  # running figures, up to date at every piece
@@ -55,4 +55,4 @@ figures = output.acceptance
 print(f"a batch of {len(prompts)}, {output.label}: {output.tokens_per_pass:.2f} tokens per target pass")
 print(f"passes by the number of drafted tokens that they kept: {figures.length_histogram}")
 for position, share in enumerate(figures.conditional[:4], start=1):
-    print(f"per-position acceptance {position}: {share.value:.0%} of {share.observations}")
+    print(f"per-position acceptance {position}: {share.value:.0%} of {share.observations} drafted tokens")

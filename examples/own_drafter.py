@@ -3,8 +3,9 @@
     python examples/own_drafter.py
     python examples/own_drafter.py --target ORG/NAME --corpus manual.txt --prompt "To reset the device, "
 
-It is useful if answers repeat a known text (code, a manual, a form) or earlier parts of themselves. It needs neither a
-model nor training. The target checks every token, so a bad drafter costs time but never changes the text.
+Such a drafter is useful if answers repeat a known text (code, a manual, a form) or earlier parts of themselves, and it
+needs neither a model nor training. The target checks every token, so a bad drafter costs time but never changes the
+text.
 """
 
 import argparse
@@ -44,7 +45,7 @@ class NgramDrafter(TextDrafter):
 
 
 class NgramText:
-    """One text being decoded; its own n-grams take precedence over those of the corpus."""
+    """One text being decoded. The n-grams of this text take precedence over the n-grams of the corpus."""
 
     def __init__(self, drafter: NgramDrafter, device: torch.device) -> None:
         self.longest, self.device, self.seen = drafter.longest, device, 1

@@ -3,8 +3,8 @@
     python examples/own_model.py
 
 The model here runs one block several times, each time with separate keys and values. Such a class needs position ids, a
-key-value cache, attention through transformers' interface (to support a tree's mask), and an lm_head. Once registered
-with transformers' auto classes, it can be a target like any other, in training and in decoding.
+key-value cache, attention through transformers' interface (to support a tree's mask), and an lm_head. Once the class is
+registered with transformers' auto classes, its models can be targets in training and in decoding, as other models can.
 """
 
 import argparse
@@ -114,7 +114,7 @@ class LoopedModel(PreTrainedModel, GenerationMixin):
 
 
 # From here on all loaders of transformers, and thus of this project, can load this model. Another program must also
-# import and register the classes before loading it.
+# import and register the classes before it loads the model.
 AutoConfig.register("looped", LoopedConfig)
 AutoModelForCausalLM.register(LoopedConfig, LoopedModel)
 

@@ -1,10 +1,11 @@
-"""Your own acceptance rules, and the proof that one is lossless and another is not.
+"""Your own acceptance rules, and the proof that one rule is lossless and another is not.
 
     python examples/own_rule.py
     python examples/own_rule.py --target ORG/NAME --drafter draft:runs/draft/final,tokens=4
 
 A rule gets a proposal (a tree of drafted tokens, and the q from which they were drawn), the target's distribution p at
-every node, and a source of random decisions. It returns the nodes to keep and the token to write after them.
+every node, and a source of random decisions. The rule returns the nodes to keep and the token to write after these
+nodes.
 """
 
 import argparse
@@ -24,12 +25,12 @@ from decoding.rules.verify import Rule, Verdict
 
 
 def rejection(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
-    """Keep a drafted x with probability p(x)/q(x); at the first rejection, draw from the part of p above q."""
+    """Keep a drafted token x with probability p(x)/q(x); at the first rejection, draw from the part of p above q."""
     for place, token in enumerate(proposal.tree.token_list[1:]):
         q = one_hot(torch.tensor(token), p.shape[1]).to(p) if proposal.q is None else proposal.q[place]
         if not source.accept(float(p[place, token] / q[token])):
             beyond = (p[place] - q).clamp(min=0)
-            return Verdict(path(place), source.draw(beyond if beyond.any() else p[place]))  # or p = q up to rounding
+            return Verdict(path(place), source.draw(beyond if beyond.any() else p[place]))  # none is left if p = q
     length = len(proposal.tree) - 1
     return Verdict(path(length), source.draw(p[length]))
 
@@ -47,15 +48,14 @@ MINE = Rule("my rejection", True, KINDS, rejection, chains_only=True)
 
 
 def careless(proposal: Proposal, p: Tensor, source: RandomSource) -> Verdict:
-    """Draw from the whole p after a rejection. The rejected token may be drawn again, so it is written too often."""
+    """Draw from the whole of p after a rejection. The rejected token may be drawn again, so it is written too often."""
     nodes, _ = rejection(proposal, p, source)
     return Verdict(nodes, source.draw(p[len(nodes)]))
 
 
 CARELESS = Rule("careless rejection", True, KINDS, careless, chains_only=True)
 
-# --- a lossy rule, also for trees
-# --------------------------------------------------------------------------------------
+# --- a lossy rule, also for trees -------------------------------------------------------------------------------------
 
 
 def near_the_best(top: int, factor: float) -> Rule:
@@ -79,7 +79,7 @@ LOSSY = near_the_best(top=3, factor=0.3)
 # --- proofs -----------------------------------------------------------------------------------------------------------
 
 # The proof enumerates every outcome of drafting and verifying with its probability, for drafts of each kind and shape
-# that the rule supports. No text's probability may differ from the target's by more than rounding.
+# that the rule supports. Every text must have the same probability as under the target, up to rounding.
 for rule in (MINE, CARELESS, LOSSY):
     proof = prove_rule(rule)
     found = "proved lossless" if proof.lossless else f"NOT lossless: {proof.worst}"

@@ -25,14 +25,14 @@ PROMPTS = ["Why is the sky blue?", "Write a short poem about rain.", "How do I c
 # 1. The draft starts as the target's first layer and learns the target's distribution on answers by the target.
 recipe = load_recipe(RECIPE, sys.argv[1:])
 draft = run_recipe(recipe)
-print(f"the draft is in {draft}: a model like any other, which transformers can load too")
+print(f"the draft is in {draft}: a model like any other, which transformers can also load")
 
-# 2. Each further drafted token costs a pass of the draft and saves a target pass if it is kept. Measure what is
+# 2. Each further drafted token costs a pass of the draft and saves a target pass if it is kept. Measure which number is
 # fastest.
 tokenizer = load_tokenizer(recipe.target)
 prompts = [encode_prompt(prompt, tokenizer, chat=True) for prompt in PROMPTS]
 
-# In fp32 plain decoding writes the same greedy texts; in bf16, the faster default, near-ties may differ.
+# In fp32 plain decoding writes the same greedy texts; in bf16, the faster default, texts may differ after near-ties.
 plain = HeadstartModel.from_pretrained(recipe.target, dtype=torch.float32)
 models = {"plain decoding": plain}
 for tokens in (2, 4, 6):

@@ -28,14 +28,14 @@ heads = run_recipe(recipe)
 print(f"the heads are in {heads}")
 
 # 3. In each step the heads propose a tree, and the target keeps the tokens that it would have written itself. In fp32
-#    plain decoding writes the same tokens; in bf16, the faster default, near-ties may differ.
+#    plain decoding writes the same tokens; in bf16, the faster default, texts may differ after near-ties.
 tokenizer = load_tokenizer(recipe.target)
 model = HeadstartModel.from_pretrained(recipe.target, f"heads:{heads}", dtype=torch.float32)
 prompts = [encode_prompt(prompt, tokenizer, chat=True) for prompt in PROMPTS]
 texts = {"max_new_tokens": 64, "batch_size": 1, "policy": "fixed", "pad_token_id": tokenizer.eos_token_id}
 plain = speculate(model.target, None, prompts, **texts)
 drafted = speculate(model.target, model.drafter, prompts, **texts)
-print(f"{drafted.tokens_per_pass:.2f} tokens per target pass, plain decoding {plain.tokens_per_pass:.2f}")
+print(f"{drafted.tokens_per_pass:.2f} tokens per target pass; plain decoding writes {plain.tokens_per_pass:.2f}")
 print(f"the same texts: {torch.equal(plain.sequences, drafted.sequences)}")
 for position, share in enumerate(drafted.acceptance.unconditional, start=1):
     print(f"head {position}: its token was kept in {share.value:.0%} of {share.observations} passes")

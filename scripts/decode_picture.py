@@ -69,8 +69,8 @@ class Counter(NamedTuple):
 class Panel(NamedTuple):
     """One run in the picture: its corner, its tokens, and the moments of its steps in percent of the loop.
 
-    ``key`` is the prefix of the names of its animations. ``share``: the seconds of this run divided by the seconds of
-    the slower run.
+    ``key`` is the prefix of the names of the panel's animations. ``share``: the seconds of this run divided by the
+    seconds of the slower run.
     """
 
     key: str
@@ -136,7 +136,7 @@ def picture(report: Mapping[str, Any], narrow: bool = False) -> str:
 
 
 def _told(report: Mapping[str, Any], clock: Clock) -> str:
-    """Return the line below the prompt: models, machine, and how many times the run is slowed down."""
+    """Return the line below the prompt: models, machine, and by how much time is stretched."""
     threads = report["hardware"]["threads"]
     machine = f"{report['hardware']['processor']}, {threads} thread{'s' * (threads > 1)}"
     return f"{report['target']} · {report['drafter']} · {machine} · slowed {clock.stretch} times"

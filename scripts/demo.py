@@ -1,5 +1,5 @@
-"""The whole work from end to end (``make demo``): prompts and answers by a target, training of heads and a draft, and
-speed-ups.
+"""The whole work from end to end (``make demo``): prompts and answers by a target, training of heads and of a draft,
+and measured speed-ups.
 
 Nothing is downloaded. HEADSTART_DEMO=short runs the same code on less data, for continuous integration.
 """
@@ -56,7 +56,7 @@ def main() -> None:
         seconds[name] = time.perf_counter() - began
 
     stage("1. the target", read_target)
-    stage("2. prompts that it writes itself, and its answers", write)
+    stage("2. prompts and answers that the target writes", write)
     stage("3. heads", lambda: launch("medusa1"))
     stage("4. a DSpark draft", lambda: launch("dspark"))
     stage("5. decoding and measuring", measure)
@@ -121,11 +121,11 @@ def launch(recipe: str) -> None:
         return
     command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
     command += ["--config_file", "recipes/accelerate/cpu.yaml"]
-    command += ["--num_cpu_threads_per_process", str(torch.get_num_threads())]  # one is the default of accelerate
+    command += ["--num_cpu_threads_per_process", str(torch.get_num_threads())]  # accelerate's default is one thread
     command += ["scripts/train.py", str(RECIPES / f"{recipe}.yaml"), *changes]
     finished = subprocess.run(command, cwd=ROOT, check=False)
     if finished.returncode:
-        raise UserError(f"training {recipe} failed with exit code {finished.returncode}; its message is above")
+        raise UserError(f"training {recipe} failed with exit code {finished.returncode}; the error message is above")
 
 
 def artefact(recipe: str) -> str:
@@ -167,8 +167,8 @@ def show() -> None:
 def export_all() -> None:
     """Export the heads for this project and the draft for llama.cpp, each with its model card.
 
-    Decoding with the trained and the exported weights takes long, so one prompt is compared for the draft and none for
-    the heads.
+    Decoding with the trained and the exported weights takes long, so one prompt is compared for the draft and no prompt
+    for the heads.
     """
     prompt = OUTPUT / "prompt.jsonl"
     prompt.write_text((RECIPES / "questions.jsonl").read_text(encoding="utf-8").partition("\n")[0])
@@ -179,7 +179,7 @@ def export_all() -> None:
 
 
 def next_commands() -> str:
-    """Return the commands that chat, open the web demo and serve the draft in llama.cpp."""
+    """Return the commands for a chat, for the web demo and for serving the draft with llama.cpp."""
     draft = OUTPUT / "export" / "dspark-gguf" / "model.gguf"
     at_once = read_dspark_config(Path(artefact("dspark"))).block_size
     return "\n".join(
@@ -199,7 +199,7 @@ def timing(seconds: dict[str, float]) -> Table:
     for name, spent in seconds.items():
         table.add_row(name, f"{spent:.0f}")
     table.add_section()
-    table.add_row("together", f"{sum(seconds.values()):.0f}")
+    table.add_row("all stages", f"{sum(seconds.values()):.0f}")
     peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     table.caption = f"peak memory of the largest process: {peak / 2**20:.2f} GiB"
     return table

@@ -1,9 +1,10 @@
-"""Take the pictures of the web demo for its page: a run of `headstart demo` in headless Chromium, light and dark.
+"""Take the pictures of the web demo for the documentation: a run of `headstart demo` in headless Chromium, light and
+dark.
 
 Usage: scripts/demo_pictures.py [--output docs/pictures] [--pass N] [OPTIONS OF headstart demo ...]
 
 Without options the demo uses the embedded target and the drafters that `make demo` trained in runs/quickstart. The
-pictures show its first example, and the pass that kept the most nodes of its tree.
+pictures show the demo's first example, at the pass that kept the most nodes of the tree.
 """
 
 import argparse
@@ -94,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "pictures", help="folder of the pictures")
     parser.add_argument(
-        "--pass", type=int, dest="number", help="pass to show; by default the one with the most kept nodes"
+        "--pass", type=int, dest="number", help="pass to show; by default the pass with the most kept nodes"
     )
     options, others = parser.parse_known_args()
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

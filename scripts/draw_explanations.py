@@ -31,7 +31,7 @@ def main(folder: Path = FOLDER) -> None:
     for name in BLOCKS:
         path = folder / f"{name}.md"
         path.write_text(page_of(name, path.read_text()))
-    print(f"written: {len(PICTURES)} pictures, the tables of {len(BLOCKS)} pages")
+    print(f"written: {len(PICTURES)} pictures, and the tables of {len(BLOCKS)} pages")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Numbers for docs/explanation: every outcome of the acceptance rules on a small p and q, and the law of the speed-up.
 
-The rules are the ones used in decoding; their outcomes are computed by the enumeration that also proves them. The law
-comes from `decoding.metrics` and `decoding.rules.best_tree`. This module adds no formulas.
+The rules are the code that decoding runs, and the enumeration that proves these rules also computes their outcomes. The
+law comes from `decoding.metrics` and `decoding.rules.best_tree`. This module adds no formulas.
 """
 
 import json
@@ -45,7 +45,7 @@ SHAPES = {"one token": ONE, "a chain of two": CHAIN, "two children": TWO, "two b
 
 @dataclass(frozen=True)
 class Example:
-    """A rule applied to a draft of one token or two sibling tokens. ``rule``: its name in `RULES`."""
+    """A rule applied to a draft of one token or two sibling tokens. ``rule``: the rule's name in `RULES`."""
 
     title: str
     rule: str
@@ -81,10 +81,10 @@ def wanted(rule: str) -> tuple[float, ...]:
 
 @cache
 def split(name: str) -> tuple[tuple[float, ...], ...]:
-    """Return the probability that each token is written first, by origin.
+    """Return, for each token, the probability that it is written first, split by the token's origin.
 
     Entry [token][k] is the probability that the token is written because drafted child k (from 0) was kept. The last
-    entry is the probability that the target writes it.
+    entry is the probability that the target writes the token.
     """
     example = EXAMPLES[name]
     children = len(example.shape) - 1
@@ -101,9 +101,9 @@ def split(name: str) -> tuple[tuple[float, ...], ...]:
 
 @cache
 def pairs(rule: str) -> Mapping[tuple[int, ...], tuple[float, float, float]]:
-    """Return the probability of each text of two tokens, by how many tokens of a drafted chain of two are kept.
+    """Return the probability of each text of two tokens, split by how many tokens of a drafted chain of two are kept.
 
-    Shorter texts are continued from p, as the next turn would do.
+    A text of one token is continued by a draw from p, as in the next turn.
     """
     p = same_everywhere(P, 3)
     total = {text: [0.0, 0.0, 0.0] for text in p.joint(2)}
@@ -124,7 +124,7 @@ def kept_tokens(rule: str, kind: ProposalKind, shape: str) -> float | None:
 
 @cache
 def distance(rule: str, kind: ProposalKind, shape: str) -> float:
-    """Return the largest difference between a text's probability and the target's."""
+    """Return the largest difference between the probabilities of a text under the rule and under the target."""
     return _turn(rule, kind, shape).distance
 
 
@@ -142,7 +142,7 @@ DRAFT_COSTS = (0.0, 0.1, 0.3)
 """Costs of one drafted token, in units of a target pass over one token."""
 MOST_DEPTH = 16
 BUSY = "storyteller-11m, widened to 164M"
-"""Target in the report whose measured cost curve is compared with a flat one."""
+"""Target in the report whose measured cost curve is compared with a flat curve."""
 
 
 def speed_report() -> dict[str, Any]:
@@ -154,8 +154,8 @@ def speed_report() -> dict[str, Any]:
 
 @cache
 def measured_costs() -> Mapping[str, Mapping[int, float]]:
-    """Return v(n) of each target in the speed report: seconds of a pass over n tokens / seconds of a pass over one
-    token.
+    """Return v(n) of each target in the speed report: the seconds of a pass over n tokens divided by the seconds of a
+    pass over one token.
     """
     targets = speed_report()["targets"]
     curves = {name: targets[name]["drafters"]["cost_curve_ms"] for name in targets}
@@ -202,6 +202,8 @@ def example_tree() -> tuple[TreeShape, tuple[tuple[int, ...], ...], tuple[float,
 
 
 def kept_of_trees(nodes: int) -> tuple[float, float]:
-    """Return the expected kept tokens of the best chain and of the best tree of at most ``nodes`` drafted tokens."""
+    """Return the expected numbers of kept tokens of the best chain and the best tree of at most ``nodes`` drafted
+    tokens.
+    """
     chain = [(0,) * depth for depth in range(1, min(nodes, len(SHARES)) + 1)]
     return expected_accepted(chain, SHARES), expected_accepted(best_tree(SHARES, nodes), SHARES)

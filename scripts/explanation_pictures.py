@@ -1,6 +1,6 @@
 """Pictures of docs/explanation, drawn from the numbers in `explained.py`.
 
-Each picture is a card as wide as a phone's screen; wide pages show two next to each other.
+Each picture is a card as wide as a phone's screen; wide pages show two cards next to each other.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ Colours = Mapping[str, str]
 
 
 def number(value: float) -> str:
-    """Write a probability with the two to four digits it needs."""
+    """Write a probability with two to four digits, as many as it needs."""
     return f"{value:.4f}".rstrip("0").ljust(4, "0")
 
 
@@ -67,7 +67,9 @@ def legend(pen: Pen, y: float, entries: Sequence[tuple[str, str]]) -> None:
 
 
 def draw_rule(name: str, colours: Colours) -> Figure:
-    """Draw the first token that a rule writes: each token's probability by origin, with p and the draft's q."""
+    """Draw the first token that a rule writes: each token's probability, split by the token's origin, with p and the
+    draft's q.
+    """
     rows, goal = explained.split(name), explained.wanted(EXAMPLES[name].rule)
     kept = sum(sum(row[:-1]) for row in rows)
     height = ROW * len(rows) + 72
@@ -87,7 +89,7 @@ def draw_rule(name: str, colours: Colours) -> Figure:
 
 
 def draw_pairs(rule: str, title: str, colours: Colours) -> Figure:
-    """Draw the probability of each text of two tokens, by how many tokens of a drafted chain of two are kept."""
+    """Draw the probability of each text of two tokens, split by how many tokens of a drafted chain of two are kept."""
     rows = explained.pairs(rule)
     step = 18.0
     height = step * len(rows) + 66
@@ -184,7 +186,7 @@ KEPT = (1, 5)
 
 
 def draw_example_tree(colours: Colours) -> Figure:
-    """Draw the example's tree: its numbered nodes, the kept path, and the token that the target writes after it."""
+    """Draw the example's tree: its numbered nodes, the kept path, and the token that the target writes next."""
     shape, _, _ = explained.example_tree()
     tree = TokenTree.of_list(list(range(len(shape))), shape)
     step = Step((*KEPT, 0), len(KEPT), shape.max_depth, len(shape) - 1, tree=tree, path=KEPT)

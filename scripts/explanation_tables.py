@@ -27,7 +27,7 @@ def numbers(values: Iterable[float]) -> str:
 
 
 def costs() -> str:
-    """Return v(n) of the measured targets."""
+    """Return a table of v(n), the cost of a pass over n tokens, for the measured targets."""
     curves = explained.measured_costs()
     sizes = sorted({size for curve in curves.values() for size in curve})
     rows = [[name, *(f"{curve[size]:.2f}" for size in sizes)] for name, curve in curves.items()]
@@ -43,7 +43,9 @@ COSTS = (0.05, 0.1, 0.2, 0.3)
 
 
 def depths() -> str:
-    """Return the best depth and its speed-up by per-position acceptance and draft cost, for measured pass costs."""
+    """Return a table of the best depth and its speed-up, by per-position acceptance and draft cost, for measured costs
+    of passes.
+    """
     curve = explained.law_costs()
 
     def cell(rate: float, cost: float) -> str:
@@ -58,7 +60,7 @@ def depths() -> str:
 
 
 def overview() -> str:
-    """Return every rule with its promise and the proposals that it accepts."""
+    """Return a table of all rules, with the promise of each rule and the proposals that the rule supports."""
     rows = []
     for name, rule in RULES.items():
         kinds = "any" if rule.kinds == set(ProposalKind) else ", ".join(sorted(kind.value for kind in rule.kinds))
@@ -70,13 +72,15 @@ def overview() -> str:
 
 
 def first_refused() -> tuple[float, list[float]]:
-    """Return the probability that a single drafted token is rejected, and the distribution written then."""
+    """Return the probability that a single drafted token is rejected, and the distribution of the token written
+    instead.
+    """
     residual = [max(0.0, p - q) for p, q in zip(P, Q, strict=True)]
     return sum(residual), [part / sum(residual) for part in residual]
 
 
 def by_hand_token() -> str:
-    """Return token rejection worked out by hand."""
+    """Return a table that works out token rejection for each token."""
     rows = [
         [token, *map(number, (q, min(1, p / q), q * min(1, p / q), max(0.0, p - q), p))]
         for token, p, q in zip(TOKENS, P, Q, strict=True)
@@ -85,7 +89,7 @@ def by_hand_token() -> str:
 
 
 def second_q(kind: object) -> Sequence[float]:
-    """Return q for the second child after a rejection of the first."""
+    """Return q for the second child after the first child was rejected."""
     if kind is SAMPLED:
         return Q
     (refusable,) = [place for place, (p, q) in enumerate(zip(P, Q, strict=True)) if q > p]
@@ -93,7 +97,7 @@ def second_q(kind: object) -> Sequence[float]:
 
 
 def by_hand_recursive(kind: object) -> str:
-    """Return recursive rejection of two children, worked out by hand."""
+    """Return a table that works out recursive rejection of two children."""
     refused, p_two = first_refused()
     q_two = second_q(kind)
     rows = []
@@ -113,7 +117,7 @@ def by_hand_recursive(kind: object) -> str:
 
 
 def by_hand_top() -> str:
-    """Return the top-k rule on the two best tokens of q, worked out by hand."""
+    """Return sentences that work out what the top-k rule does with the two best tokens of q."""
     first, second = sorted(range(len(Q)), key=lambda place: -Q[place])[:2]
     left = [0.0 if place == first else p / (1 - P[first]) for place, p in enumerate(P)]
     last = [0.0 if place in (first, second) else p / (1 - P[first] - P[second]) for place, p in enumerate(P)]
@@ -128,7 +132,7 @@ def by_hand_top() -> str:
 
 
 def by_hand_block() -> str:
-    """Return block verification of the chain b, a, worked out by hand and compared with token rejection."""
+    """Return sentences that work out block verification of the chain b, a, and compare it with token rejection."""
     first, second = TOKENS.index("b"), TOKENS.index("a")
     ratios = [P[place] / Q[place] for place in (first, second)]
     reach_one = min(1, ratios[0])
@@ -148,7 +152,7 @@ def by_hand_block() -> str:
 
 
 def by_hand_typical() -> str:
-    """Return typical acceptance worked out by hand."""
+    """Return sentences that work out typical acceptance."""
     epsilon, delta = 0.09, 0.3
     entropy = -sum(p * math.log(p) for p in P)
     bound = min(epsilon, delta * math.exp(-entropy))
@@ -175,7 +179,9 @@ HOW = {SAMPLED: "drawn", WITHOUT: "drawn without replacement", FIXED: "best of q
 
 
 def kept() -> str:
-    """Return the expected kept tokens of each draft by every lossless rule that supports it, largest first."""
+    """Return a table of drafts: for each draft, the expected number of tokens that each lossless rule keeps, largest
+    first. Rules that do not support a draft are left out.
+    """
     rows = []
     for shape, kind in DRAFTS:
         rules: dict[str, list[str]] = {}
@@ -188,7 +194,9 @@ def kept() -> str:
 
 
 def distances() -> str:
-    """Return the largest distance from p over the drafts of `kept`, for lossless rules and for the lossy rule."""
+    """Return a sentence on the largest distance from p over the drafts of `kept`, for lossless rules and for the lossy
+    rule.
+    """
     found = {True: 0.0, False: 0.0}
     for shape, kind in DRAFTS:
         for name in _kept(shape, kind):
@@ -202,7 +210,7 @@ def distances() -> str:
 
 
 def _kept(shape: str, kind: ProposalKind) -> dict[str, float]:
-    """Return the expected kept tokens of each sampling rule that supports such a draft."""
+    """Return the expected number of kept tokens, for each sampling rule that supports such a draft."""
     values = {name: explained.kept_tokens(name, kind, shape) for name in RULES if name != "greedy"}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -211,7 +219,7 @@ def _kept(shape: str, kind: ProposalKind) -> dict[str, float]:
 
 
 def shares() -> str:
-    """Return the shares from which the example's tree is chosen."""
+    """Return a table of the shares from which the example's tree is chosen."""
     ranks = range(len(explained.SHARES[0]))
     rows = [
         [f"depth {depth}", *(number(row[rank]) for rank in ranks)]
@@ -221,7 +229,7 @@ def shares() -> str:
 
 
 def nodes() -> str:
-    """Return the example's nodes: path of ranks, and the probability of being kept."""
+    """Return a table of the example's nodes: the path of ranks to the node, and the probability that it is kept."""
     _, paths, probabilities = explained.example_tree()
     rows = [
         [str(node), ", ".join(map(str, path)), number(probability)]
@@ -231,7 +239,7 @@ def nodes() -> str:
 
 
 def trees() -> str:
-    """Return the expected kept tokens of the best chain and the best tree, by number of drafted tokens."""
+    """Return a table of the expected number of kept tokens, for the best chain and the best tree of each size."""
     sizes = (1, 2, 3, 4, 8, 16)
     found = [explained.kept_of_trees(size) for size in sizes]
     rows = [
@@ -255,4 +263,4 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "distances": distances,
     },
 }
-"""For each page of docs/explanation, maps the mark of a block to the function that writes it."""
+"""For each page of docs/explanation, maps the mark of each block to the function that writes the block."""

@@ -58,9 +58,9 @@ def _value(row: Mapping[str, Any], name: str) -> float | None:
 
 
 def short_table(report: Report) -> str:
-    """Return a row for each method: the drafters in the order measured, then the others; each setting has two columns.
+    """Return a table with a row for each method (first drafters, then others) and two columns for each setting.
 
-    The last column counts the greedy texts that plain decoding also writes.
+    The last column counts the greedy texts that equal the texts of plain decoding.
     """
     row_of = {(row["method"], row["setting"]): row for row in report["rows"]}
     methods, settings = (list(dict.fromkeys(names)) for names in zip(*row_of, strict=True))
@@ -117,7 +117,7 @@ def _gain(row: Report) -> str:
 
 
 def served_table(report: Report) -> str:
-    """Return a row for each engine, artefact and batch size: equal texts, and the counts of both sides."""
+    """Return a table with a row for each engine, artefact and batch size: equal texts, and counts of both sides."""
 
     def compared(theirs: str, ours: str) -> str:
         return f"{theirs}, as here" if theirs == ours else f"{theirs}; here {ours}"
@@ -125,7 +125,7 @@ def served_table(report: Report) -> str:
     rows = []
     for row in report["rows"]:
         if "error" in row:
-            raise ValueError(f"{row['engine']} rejected {row['artefact']} ({row['error']}): fix it and measure again")
+            raise ValueError(f"{row['engine']} rejected {row['artefact']} ({row['error']}): fix this and measure again")
         drafted = row["speculation"] or {}
         theirs, ours = row["theirs"], row["ours"]
         rows.append(
@@ -148,7 +148,7 @@ def served_table(report: Report) -> str:
 
 
 def verified_table(report: Report) -> str:
-    """Return a row for each server of `benchmarks/verified.py`: the finding of each test, and the verdict."""
+    """Return a table with a row for each server of `benchmarks/verified.py`: findings of tests, and the verdict."""
 
     def cell(row: Report, *checks: str) -> str:
         findings = [finding for finding in row["findings"] if finding["check"] in checks]
@@ -171,7 +171,7 @@ def verified_table(report: Report) -> str:
 
 
 def _evidence(finding: Report) -> str:
-    """Return a test's finding in a few words: equal texts, or a p-value."""
+    """Return a test's finding in a few words: the number of equal texts, or a p-value."""
     figures = finding["figures"]
     if finding["status"] == "open":
         return "open"
@@ -192,7 +192,7 @@ EVENING = {
 
 
 def evening_table(report: Report) -> str:
-    """Return a column per card of `benchmarks/one_gpu.py`."""
+    """Return a table with a column for each card of `benchmarks/one_gpu.py`."""
     head, *body = [(name, *(form.format_map(card) for card in report["cards"])) for name, form in EVENING.items()]
     return table(head, body, len(head) - 1) + "\n\nComputed, not measured."
 
@@ -205,7 +205,7 @@ def stored_by_token(report: Report) -> str:
 
 
 def recipes_table(report: Report) -> str:
-    """Return what the recipes with published hyperparameters need, with the hours of training on each card."""
+    """Return a table of the recipes with published hyperparameters: the memory needed, and the hours on each card."""
     cards = [(card["card"], card["memory"]) for card in report["cards"]]
     head = ["recipe", "trained weights", "memory", *(f"hours, {name}, {memory} GB" for name, memory in cards)]
     rows = (
@@ -252,12 +252,12 @@ def headline(report: Report) -> str:
 
 
 def accepted_table(report: Report) -> str:
-    """Return tokens per target pass by arm and drafting, with a column per prompt set and setting."""
+    """Return a table of tokens per target pass by arm and drafting, with a column for each prompt set and setting."""
     return _by_prompt_set(report, lambda row: _estimate(row["tokens_per_pass"]), "tokens_per_pass")
 
 
 def gained_table(report: Report) -> str:
-    """Return speed-ups over plain decoding on the first target, with speed-ups over assisted generation in brackets."""
+    """Return a table of speed-ups over plain decoding on the first target, and in brackets over assisted generation."""
     target = next(iter(report["rows"][0]["speed"]), None) or "storyteller-11m"
 
     def cell(row: Report) -> str:
@@ -303,7 +303,7 @@ def policies_figure(report: Report) -> Picture:
     temperatures = sorted({row["temperature"] for row in report["rows"]})
     panels = figure.subplots(1, len(temperatures), sharey=True)
     for axes, temperature in zip(panels, temperatures, strict=True):
-        target = report["rows"][0]["target"]  # not the widened one
+        target = report["rows"][0]["target"]  # not the widened target
         rows = [row for row in report["rows"] if (row["target"], row["temperature"]) == (target, temperature)]
         for number_of, drafter in enumerate(dict.fromkeys(row["drafter"] for row in rows)):
             of_drafter = [row for row in rows if row["drafter"] == drafter]
@@ -365,7 +365,7 @@ def renewed(page: str, name: str, content: str, maker: str = MAKER) -> str:
     begin, end = (re.escape(mark) for mark in block(name, "\n", maker).split("\n\n\n"))
     changed, count = re.subn(rf"{begin}.*?{end}", lambda _: block(name, content, maker), page, flags=re.DOTALL)
     if count != 1:
-        raise ValueError(f"the page has {count} blocks marked {name!r}: it needs exactly one")
+        raise ValueError(f"the page has {count} blocks marked {name!r}, but must have exactly one")
     return changed
 
 

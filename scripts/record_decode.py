@@ -5,8 +5,8 @@ Usage: scripts/record_decode.py --target MODEL --drafter SPEC --prompt TEXT --re
 
 Both decodings are greedy and must write the same text. The two decodings alternate over several runs, and the seconds
 of a step are the median of these runs. The report contains all steps, the hardware and the commit. The picture shows
-only figures of the report, slowed down equally. FILE-narrow.svg, for narrow screens, shows one decoding above the
-other.
+only figures of the report, and slows both decodings down equally. FILE-narrow.svg, for narrow screens, shows one
+decoding above the other.
 """
 
 # ruff: noqa: E402  # how threads wait is set before torch is imported
@@ -125,12 +125,12 @@ def main() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     if not options.redraw:
         if missing := [name for name in ("target", "drafter", "prompt") if getattr(options, name) is None]:
-            parser.error(f"--{missing[0]} is missing: pass it, or --redraw")
+            parser.error(f"--{missing[0]} is missing: pass this option, or --redraw")
         options.report.write_text(json.dumps(record(options), indent=1, ensure_ascii=False) + "\n")
     report = json.loads(options.report.read_text())
     for path, narrow in ((options.output, False), (narrow_of(options.output), True)):
         path.write_text(picture(report, narrow))
-        print(f"written: {path} ({report['speedup']:.2f} times the speed)")
+        print(f"written: {path} ({report['speedup']:.2f} times the speed of plain decoding)")
 
 
 def narrow_of(output: Path) -> Path:

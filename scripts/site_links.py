@@ -32,7 +32,7 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add every file outside docs/ that is in the nav or linked from a page, and the files to which these link."""
+    """Add every file outside docs/ that is in the nav or linked from a page, and the files that these link to."""
     in_nav = {uri.removeprefix(FOLDER) for uri in _uris(config.nav) if uri.startswith(FOLDER)}
     found = set(in_nav)
     for page in files.documentation_pages():
@@ -70,7 +70,7 @@ def uri_of(path: str) -> str:
 
 
 def _outside(path: str, text: str) -> Iterator[str]:
-    """Yield the files outside docs/ that a file's text links to; raise PluginError if one does not exist."""
+    """Yield the files outside docs/ that a file's text links to; raise PluginError if a linked file does not exist."""
     links: list[str] = []
     _outside_code(text, lambda prose: links.extend(_LINK.findall(prose)) or prose)
     for link in links:

@@ -14,7 +14,7 @@ _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Replace the formulas that pymdownx.arithmatex marked."""
+    """Turn the formulas that pymdownx.arithmatex marked into MathML."""
 
     def formula(found: re.Match[str]) -> str:
         display = "block" if found[2] == "[" else "inline"

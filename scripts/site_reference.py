@@ -133,7 +133,7 @@ def _keys(section: type[BaseModel], prefix: str, shown: set[tuple[type[BaseModel
             continue
         shown.add((inner, path))
         parts.append(f"### {path}")
-        left_out = " Not used unless it is set." if field.default is None else ""
+        left_out = " This section is not used unless it is set." if field.default is None else ""
         parts += [f"{_prose(inner.__doc__)}{left_out}", _keys(inner, f"{path}.", shown)]
     return "\n\n".join(parts)
 
@@ -165,7 +165,7 @@ def _attribute(section: type[BaseModel], name: str) -> tuple[str, str]:
 
 
 def _spelled_out(written: str, module: Any) -> str:
-    """Replace names of types that recipe modules define by their values."""
+    """Replace the names of types from recipe modules with the definitions of these types."""
     for name in re.findall(r"\b[A-Z]\w+", written):
         found = module.members.get(name)
         if found is not None and found.is_alias:

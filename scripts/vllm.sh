@@ -1,6 +1,7 @@
 #!/bin/sh
 # Create an environment with vLLM at its pinned versions, once: in the user's cache folder (or HEADSTART_CACHE), 3 GB.
-# `make vllm` calls this. Prints the seconds of the installation, or nothing if it exists already.
+# `make vllm` calls this. Prints the seconds of the installation, or nothing if the environment
+# exists already.
 set -eu
 cd "$(dirname "$0")/.."
 folder=$(.venv/bin/python benchmarks/engines.py)

@@ -248,7 +248,7 @@ def test_a_context_shorter_than_what_will_be_read_is_refused(tmp_path: Path, ini
     section = {key: folder if value == "FOLDER" else value for key, value in init.items()}
     target = tiny_model("llama", max_position_embeddings=8)
     initial(target, longest=8, init=section)
-    message = rf"from draft\.init\.{named} reads at most 8 tokens, but texts here have up to 9: lower data\.max_length"
+    message = rf"from draft\.init\.{named} reads at most 8 tokens, but this run has texts of 9: lower data\.max_length"
     with pytest.raises(ValueError, match=message):
         initial(target, longest=9, init=section)
 

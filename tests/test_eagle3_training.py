@@ -206,7 +206,7 @@ def test_a_new_draft_is_the_form_that_every_server_reads(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("layers", "section", "problem"),
     [
-        (6, {"taps": None}, "the target has 6 layers, too few for the default taps: set draft.eagle3.taps"),
+        (6, {"taps": None}, "6 layers, which are too few for the default taps: set draft.eagle3.taps"),
         (2, {"taps": (1,)}, r"draft.eagle3.taps is \[1\], but .* cannot read the last layer: use layers from 0 to 0"),
     ],
 )

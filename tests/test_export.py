@@ -133,7 +133,7 @@ def test_a_report_of_other_weights_or_on_another_target_does_not_get_onto_a_card
         ({"rows": report_of()["rows"]}, "does not record the fingerprints of the weights that it measured"),
         (report_of(draft="0" * 16), f"did not measure the heads in .*{mine}"),
         (report_of(heads="0" * 16), f"did not measure the heads in .*{mine}"),
-        (report_of(heads=mine, target="0" * 16), r"measured with target 0{16}, but .* was trained for feed"),
+        (report_of(heads=mine, target="0" * 16), r"measured with the target 0{16}, but .* was trained for feed"),
     ]
     for report, complaint in rejected:
         path = write_json(tmp_path / "report.json", report)
@@ -185,7 +185,7 @@ def test_a_corrupted_draft_is_caught(draft_folder: Path, tmp_path: Path, monkeyp
 
 def test_every_format_refuses_what_it_cannot_hold(heads_folder: Path, draft_folder: Path, tmp_path: Path) -> None:
     for source, format in ((heads_folder, "draft"), (heads_folder, "gguf"), (draft_folder, "heads")):
-        with pytest.raises(ValueError, match="does not accept them: use format"):
+        with pytest.raises(ValueError, match="does not accept: use format"):
             export(source, tmp_path / "out", format)
     with pytest.raises(ValueError, match="format is 'onnx': use one of heads, dspark"):
         export(heads_folder, tmp_path / "out", "onnx")
@@ -254,7 +254,7 @@ def test_the_adapted_target_goes_with_its_heads(final: Path, tmp_path: Path) -> 
     assert stored_fingerprint(out / "target") == stored_fingerprint(final / "target")
     assert stored_fingerprint(out / "target") != stored_fingerprint(tmp_path / "target")
     decoded, card = summary.compared[-1], (out / "README.md").read_text()
-    assert "3/3 texts are equal, 3/3 as in plain decoding" in decoded and "logits of 2 heads are bit-equal" in decoded
+    assert "3/3 texts are equal, 3/3 equal plain decoding" in decoded and "logits of 2 heads are bit-equal" in decoded
     assert "`DIR/target` is the adapted target" in card and str(tmp_path) not in card
     assert str(out / "target") in summary.commands[0].argv, "vLLM serves the adapted target"
 
@@ -319,13 +319,13 @@ def test_exported_heads_draft_as_the_trained_ones(
     assert sentence.startswith(
         f"3 prompts of heldout.jsonl, trained and exported weights ({name}, tree of 3): 3/3 texts are equal, "
     )
-    assert "3/3 as in plain decoding" in sentence and sentence.endswith("logits of 2 heads are bit-equal")
+    assert "3/3 equal plain decoding" in sentence and sentence.endswith("logits of 2 heads are bit-equal")
 
 
 def test_a_draft_that_is_its_target_has_every_token_accepted(target_as_draft: Path, tmp_path: Path) -> None:
     """Each text has 14 tokens: one from the prefill, 10 from two passes of 4 + 1, and the last 3 from a third pass."""
     sentence = export(target_as_draft, tmp_path / "out", "draft").compared[-1]
-    assert "(draft model, 4 tokens): 3/3 texts are equal, 3/3 as in plain decoding" in sentence
+    assert "(draft model, 4 tokens): 3/3 texts are equal, 3/3 equal plain decoding" in sentence
     assert sentence.endswith(f"{13 / 3:.2f} tokens per target pass; 9/9/6/6 accepted in 9 passes")
 
 
@@ -399,5 +399,5 @@ def test_a_format_that_rounds_tells_both_acceptances_and_its_texts_are_equal(
     describe = folder_formats.describe_model
     monkeypatch.setattr(folder_formats, "describe_model", lambda *given: replace(describe(*given), rounded=True))
     sentence = export(target_as_draft, tmp_path / "out", "draft").compared[-1]
-    assert "3/3 texts are equal, 3/3 as in plain decoding; trained: 4.33 tokens per target pass" in sentence
+    assert "3/3 texts are equal, 3/3 equal plain decoding; trained: 4.33 tokens per target pass" in sentence
     assert "; exported: " in sentence and "4.33" not in sentence.partition("exported: ")[2]

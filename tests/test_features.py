@@ -149,7 +149,7 @@ def test_states_that_change_the_teacher_are_measured_before_they_are_written(
         ensure_features(whole, EXAMPLES, FeaturesSection(folder=str(tmp_path / folder), states=states), process, taps)
         return said.getvalue()
 
-    told = r"states in {} change the target's distribution by ([\d.e-]+) nats \(mean KL of \d+ tokens\)"
+    told = r"states in {} change the target's distribution by ([\d.e-]+) nats \(mean KL over \d+ tokens\)"
     changes, together = {}, Mock(side_effect=features.on_first)
     monkeypatch.setattr(features, "on_first", together)
     for states in ("int8", "bf16"):

@@ -49,7 +49,7 @@ def test_fsdp2_rounds_products_and_neither_sums_of_gradients_nor_losses(
 def test_fsdp_on_a_cpu_is_refused_and_not_quietly_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match=r"asks for FSDP, but accelerate starts none on cpu\. .* with .*ddp\.yaml"):
+    with pytest.raises(ValueError, match=r"asks for FSDP, but accelerate starts no FSDP on cpu\. .* with .*ddp\.yaml"):
         build_accelerator()
 
 
@@ -66,7 +66,7 @@ def test_processes_that_would_each_train_alone_are_refused(monkeypatch: pytest.M
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr("trainer.processes.os.environ", {"WORLD_SIZE": "2"})
-    with pytest.raises(ValueError, match="2 processes were launched, but accelerate sees 1: on a CPU launch with"):
+    with pytest.raises(ValueError, match="2 processes were launched, but accelerate sees 1: on a CPU, launch with"):
         build_accelerator()
 
 

@@ -33,7 +33,7 @@ def write(tmp_path: Path, content: Any) -> Path:
     ("content", "change", "message"),
     [
         (MEDUSA, {"traget": "x"}, "unknown key 'traget'; did you mean 'target'?"),
-        (MEDUSA, {"draft": {}}, "'draft' is for recipes of kind draft, but this is a medusa recipe: omit it"),
+        (MEDUSA, {"draft": {}}, "'draft' is for recipes of kind draft, but this is a medusa recipe: omit this key"),
         (DRAFT, {"draft": {"polisy": {}}}, "unknown key 'draft.polisy'; did you mean 'policy'?"),
         (DRAFT, {"draft": {"zzzz": 1}}, "'draft.zzzz'; valid keys are dspark, eagle3, init, loss, num_draft_tokens"),
         (MEDUSA, {"dtype": "float16"}, "dtype: Input should be 'fast', 'bf16', 'fp16' or 'fp32'"),
@@ -44,7 +44,7 @@ def write(tmp_path: Path, content: Any) -> Path:
             "learning_rate: Input should be a finite number",
         ),
         (DRAFT, {"draft": {"init": {"from_model": "m", "from_config": {}}}}, "from_model and from_config: keep one"),
-        (DRAFT, {"draft": {"teacher": {"folder": "t"}, "policy": {"loop": 1}}}, "but draft.policy generates new ones"),
+        (DRAFT, {"draft": {"teacher": {"folder": "t"}, "policy": {"loop": 1}}}, "draft.policy generates new answers"),
     ],
 )
 def test_what_no_recipe_can_say_is_named_with_its_key(

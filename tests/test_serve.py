@@ -105,7 +105,7 @@ def test_heads_are_served_by_our_proposer_at_one_depth(folder: Path) -> None:
     assert getattr(import_module(module), name) is HeadsProposer and config["method"] == "custom_class"
     assert config["num_speculative_tokens"] == 2 and noted(found, "limit the server with --max-num-seqs 8")
     assert noted(found, "[[1,2,2],[3,8,1],[9,16,0]]")
-    assert noted(command(HEADS, folder), "3 tokens at a time: all tokens that it can draft")
+    assert noted(command(HEADS, folder), "3 tokens at a time: as many as these weights can draft")
     assert found.argv[5] == "--additional-config" and json.loads(found.argv[6]) == {"headstart": {"heads": str(folder)}}
     assert noted(found, "0.32 or later") and warned(found, "drafts by argmax")
 
@@ -201,6 +201,6 @@ def test_a_draft_of_another_vocabulary_size_or_with_fewer_positions_is_configure
     found = command(DRAFT, folder, target=other, shown_target=TARGET, plan=replace(PLAN, drawn=True))
     assert vllm_config(found)["use_heterogeneous_vocab"] is True
     assert "draft_sample_method" not in vllm_config(found), "vLLM rejects both together"
-    assert warned(found, "differs in size") and warned(found, "nothing is drafted after the draft's 64 positions")
+    assert warned(found, "different sizes") and warned(found, "nothing is drafted after the draft's 64 positions")
     for artefact, target in ((DRAFT, same), (HEADS, other)):
         assert "use_heterogeneous_vocab" not in command(artefact, folder, target=target).shell

@@ -1,6 +1,7 @@
-"""Training and export of Medusa heads and distilled drafts. Imports decoding, never the reverse.
+"""Training and export of Medusa heads and distilled drafts. This package imports decoding; decoding never imports this
+package.
 
-``__init__.pyi`` lists the public names. They are imported on first use, so ``import trainer`` does not wait for
+``__init__.pyi`` lists the public names. These names are imported on first use, so ``import trainer`` does not wait for
 PyTorch.
 """
 

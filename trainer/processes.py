@@ -1,9 +1,11 @@
-"""The processes of a run: how they are launched, and how an error on one process reaches all.
+"""The processes of a run: how they are launched, and how an error on one process reaches all other processes.
 
-accelerate silently replaces some combinations of launcher and devices by others; we reject such combinations.
+For some combinations of launcher and devices, accelerate silently starts another combination; we reject such
+combinations.
 
-Every process calls `agreed`, `on_first` and similar functions in the same order; calls may be nested. The error of one
-process reaches the others at their next such call, and no process waits for a process that has stopped.
+Every process calls `agreed`, `on_first` and similar functions in the same order; calls may be nested. An error on one
+process reaches the other processes at their next call of such a function, and no process waits for a process that has
+stopped.
 """
 
 import importlib.util
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DistributedType
 from rich.console import Console
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's list of names
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from decoding.errors import UserError
@@ -30,7 +32,7 @@ from trainer.terminal.console import say, standard_error
 TIMEOUT = timedelta(minutes=30)
 """If a process sends nothing for this time, the others stop waiting for it."""
 _SIGN_EVERY = 60.0  # seconds
-_AGREED = "every process has this error, or an error that names it"
+_AGREED = "every process fails, with this error or with one that refers to it"
 
 Result = TypeVar("Result")
 
@@ -59,7 +61,7 @@ ALONE = Process()
 
 
 def any_process(flag: bool) -> bool:
-    """Return True on every process if ``flag`` is true on any."""
+    """Return True on every process if ``flag`` is true on at least one process."""
     if _is_alone():
         return flag
     flags = torch.tensor(float(flag), device=PartialState().device)
@@ -68,9 +70,10 @@ def any_process(flag: bool) -> bool:
 
 
 def agreed(work: Callable[[], Result], patient: bool = False) -> Result:
-    """Return the result of ``work``; an error on one process becomes an error on all.
+    """Return the result of ``work``; an error on one process becomes an error on all processes.
 
-    ``patient`` allows one process to take hours longer than another; ``work`` must then send nothing to the others.
+    With ``patient``, one process may take hours longer than another. In this case ``work`` must send nothing to other
+    processes.
     """
     if _is_alone():
         return work()
@@ -91,12 +94,12 @@ def agreed(work: Callable[[], Result], patient: bool = False) -> Result:
 
 
 def on_first(work: Callable[[], object]) -> None:
-    """Do the work on the first process while the others wait; its error becomes an error on all."""
+    """Do the work on the first process while the others wait; an error there becomes an error on all processes."""
     agreed(work if _is_first() else lambda: None, patient=True)
 
 
 def from_first(work: Callable[[], Result]) -> Result:
-    """Do the work on the first process and return its result on all; its error becomes an error on all."""
+    """Do the work on the first process, and return its result or raise its error on all processes."""
     results = [agreed(cast(Callable[[], Result | None], work) if _is_first() else lambda: None, patient=True)]
     if not _is_alone():
         dist.broadcast_object_list(results)
@@ -120,7 +123,7 @@ def _raise_on_all(error: Exception | None) -> None:
 
 @contextmanager
 def _in_touch() -> Iterator[Callable[[], None]]:
-    """Signal the others every minute; yield a function that waits until every process has called it."""
+    """Send the other processes a signal every minute; yield a function that waits until every process has called it."""
     group, ended = dist.new_group(backend="gloo", timeout=TIMEOUT), Event()
 
     def send_signs() -> None:
@@ -157,8 +160,8 @@ def build_accelerator(mixed_precision: str = "no", **options: Any) -> Accelerato
         if not torch.cuda.is_available():
             group["backend"] = "gloo"
             _leave_out_compiled_communication()
-    precision = "no" if deepspeed else mixed_precision  # ZeRO would round trained weights: see `run.distributed`
-    # As views of DDP's buckets, the gradients exist only once.
+    precision = "no" if deepspeed else mixed_precision  # ZeRO would round the weights to bf16: see `run.distributed`
+    # The gradients are views of DDP's buckets, so memory contains them only once.
     handlers = [InitProcessGroupKwargs(**group), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers, **options)
     _check_type(accelerator, deepspeed, fsdp)
@@ -192,7 +195,7 @@ def join_processes() -> Accelerator | None:
 
 
 def sharded_precision(mixed_precision: str) -> MixedPrecisionPolicy:
-    """Return FSDP2's precision: products in bf16 if the recipe asks for it, sums of gradients and losses in fp32.
+    """Return FSDP2's precision: products in bf16 if the recipe asks for bf16, and sums of gradients and losses in fp32.
 
     accelerate's bf16 policy would also round the sums: 16,700.1 would come back as 16,640.
     """
@@ -222,15 +225,15 @@ def _meet_apart_from_the_dead() -> None:
     """Choose a new meeting port for processes that torchrun has restarted.
 
     Otherwise the processes would reuse the store of the previous attempt and wait for dead processes that the store
-    still lists (pytorch/pytorch#135712). Raises UserError for several machines, because their attempt counts may
-    differ.
+    still lists (pytorch/pytorch#135712). Raises UserError if there are several machines, because these may count
+    different numbers of attempts.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or torch.distributed.is_initialized():
         return
     if int(os.environ["GROUP_WORLD_SIZE"]) > 1 and int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) > 0:
         raise UserError(
             f"torchrun cannot restart processes on {os.environ['GROUP_WORLD_SIZE']} machines this way. "
-            "Start it on each machine with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d"
+            "Start torchrun on each machine with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d"
         )
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     if attempt == "0":
@@ -250,16 +253,16 @@ def _is_asked_for(variable: str) -> bool:
 
 def _check_deepspeed() -> None:
     if importlib.util.find_spec("deepspeed") is None:
-        raise UserError("the launcher asks for DeepSpeed, but it is not installed: pip install 'headstart[deepspeed]'")
+        raise UserError("the launcher needs DeepSpeed, which is not installed: pip install 'headstart[deepspeed]'")
     if _is_asked_for("ACCELERATE_USE_CPU"):
         raise UserError(
-            "accelerate ignores DeepSpeed while ACCELERATE_USE_CPU is set: unset it (DeepSpeed uses the CPU by itself "
-            "if there is no GPU), or launch with recipes/accelerate/cpu.yaml"
+            "accelerate ignores DeepSpeed while ACCELERATE_USE_CPU is set: unset this variable (without a GPU, "
+            "DeepSpeed uses the CPU by itself), or launch with recipes/accelerate/cpu.yaml"
         )
 
 
 def _leave_out_compiled_communication() -> None:
-    """Use gloo's all-reduce on CPUs, because DeepSpeed would compile its own for half a minute."""
+    """Use gloo's all-reduce on CPUs, because DeepSpeed would compile an all-reduce of its own for half a minute."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -272,13 +275,13 @@ def _check_type(accelerator: Accelerator, deepspeed: bool, fsdp: bool) -> None:
     if fsdp and (got != DistributedType.FSDP or not accelerator.is_fsdp2):
         fsdp1 = got == DistributedType.FSDP
         raise UserError(
-            f"the launcher asks for FSDP, but accelerate starts {'its version 1' if fsdp1 else 'none'} on "
+            f"the launcher asks for FSDP, but accelerate starts {'FSDP version 1' if fsdp1 else 'no FSDP'} on "
             f"{accelerator.device}. Launch with recipes/accelerate/fsdp.yaml (version 2, one GPU per process), or "
             "without GPUs with recipes/accelerate/ddp.yaml"
         )
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != accelerator.num_processes:
         raise UserError(
-            f"{world} processes were launched, but accelerate sees {accelerator.num_processes}: on a CPU launch with "
+            f"{world} processes were launched, but accelerate sees {accelerator.num_processes}: on a CPU, launch with "
             "ACCELERATE_USE_CPU=true and recipes/accelerate/ddp.yaml"
         )

@@ -94,7 +94,7 @@ def test_train_heads_trains_heads_that_keep_the_text(desk: Desk) -> None:
     printed = desk.run("train_heads.py", *desk.recipe, "output=heads", "heads.num_heads=2")
     assert "the heads are in heads/final" in printed and (desk.folder / "heads/final/config.json").is_file()
     assert "the same texts: True" in printed
-    assert figure(r"^([\d.]+) tokens per target pass, plain decoding 1\.00", printed) > 1.2
+    assert figure(r"^([\d.]+) tokens per target pass; plain decoding writes 1\.00", printed) > 1.2
     assert "head 1: its token was kept in" in printed
 
 

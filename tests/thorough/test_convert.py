@@ -280,7 +280,7 @@ def test_an_eagle3_draft_that_llama_cpp_would_misread_is_refused(
     tiny_eagle3(target[1], **{**PORTABLE, **changes}).save_pretrained(tmp_path / "source")
     with pytest.raises(ValueError, match=problem):
         export(tmp_path / "source", tmp_path / "out", "gguf", target=str(target[0]))
-    with pytest.raises(ValueError, match="does not name a target"):
+    with pytest.raises(ValueError, match="does not name its target"):
         export(tmp_path / "source", tmp_path / "out", "gguf")
 
 

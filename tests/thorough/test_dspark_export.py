@@ -72,7 +72,7 @@ def test_the_folder_is_what_training_wrote_and_its_card_says_what_it_reads(
     assert "reads the hidden states of this target" in card and "A bias of rank 3 that depends on the" in card
     assert "contains a tree of 3 nodes for the drafts; servers draft a chain" in card
     few = export(trained(tmp_path / "few", target, writes=(1, 4, 5, 9, 263)), tmp_path / "few-out", "dspark")
-    assert few.compared[1].startswith("the draft writes 5 of 264 tokens; llama.cpp loads such drafts")
+    assert few.compared[1].startswith("the draft can write 5 of the target's 264 tokens")
     assert [command.server for command in few.commands] == ["vllm"], "SGLang does not read d2t"
     gated = export(trained(tmp_path / "gated", target, markov_head_type="gated"), tmp_path / "gated-out", "dspark")
     assert [command.server for command in gated.commands] == ["sglang"], "the only server that computes this bias"
@@ -226,7 +226,7 @@ def test_a_file_without_its_target_or_for_another_one_is_refused(tmp_path: Path,
     with pytest.raises(ValueError, match=r"needs the tokenizer of the target .* name the target with --target"):
         export(source, tmp_path / "out", "gguf", target=str(tmp_path / "missing"))
     (source / "provenance.json").unlink()
-    with pytest.raises(ValueError, match=r"does not name a target, .*: use --target"):
+    with pytest.raises(ValueError, match=r"does not name its target, .*: use --target"):
         export(source, tmp_path / "out", "gguf")
     assert not (tmp_path / "out").exists()
 

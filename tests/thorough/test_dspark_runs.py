@@ -211,7 +211,7 @@ def test_states_in_int8_have_a_scale_for_each_token_and_layer(tmp_path: Path) ->
 def test_three_taps_of_320_numbers_take_less_than_1000_bytes_a_token_in_int8(tmp_path: Path) -> None:
     said, target = io.StringIO(), target_of()
     origin = stored(target, tmp_path, "int8", said=said).origin
-    assert "features: 26 tokens in" in said.getvalue() and ": 60 bytes a token" in said.getvalue()
+    assert "features: 26 tokens in" in said.getvalue() and ": 60 bytes per token" in said.getvalue()
     assert estimate_bytes(EXAMPLES, origin) == 26 * 3 * (16 + 4)
     wide = replace(origin, hidden_size=320)
     assert (wide.row_bytes, replace(wide, states="bf16").row_bytes) == (972, 1920)
@@ -274,8 +274,8 @@ def test_a_run_from_the_disk_that_goes_on_is_to_the_bit_one_that_never_stopped(t
     ("draft", "features", "problem"),
     [
         ({}, {}, "features are for a DSpark or EAGLE-3 draft.*: set features=null"),
-        ({"dspark": {}, "policy": {"target": 1}}, {}, "draft.policy generates new ones: set features=null"),
-        ({"dspark": {}}, {"keep_target": False}, "features.keep_target=false works for heads only"),
+        ({"dspark": {}, "policy": {"target": 1}}, {}, "draft.policy generates new answers: set features=null"),
+        ({"dspark": {}}, {"keep_target": False}, "features.keep_target=false works only for heads"),
     ],
 )
 def test_recipes_that_features_do_not_fit_are_refused(draft: Any, features: Any, problem: str) -> None:

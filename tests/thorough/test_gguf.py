@@ -247,7 +247,7 @@ LOWERCASE.backend_tokenizer.normalizer = normalizers.Lowercase()
     ("tokenizer", "complaint"),
     [
         (WORD_LEVEL, "the tokenizer's model is WordLevel, not BPE"),
-        (LOWERCASE, "the tokenizer changes texts by Lowercase first"),
+        (LOWERCASE, "the tokenizer first changes texts by Lowercase"),
         (byte_level(split(r"\d+")), r"llama.cpp has no pre-tokenizer that splits by \\d\+:"),
         (byte_level(pre_tokenizers.Whitespace()), "the pre-tokenizer has a part Whitespace"),
         (byte_level(ignore_merges=True), "llama.cpp has no pre-tokenizer that splits by"),

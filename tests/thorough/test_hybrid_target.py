@@ -90,7 +90,7 @@ def test_the_doctor_suggests_no_recipe_that_refuses_the_target(here: Path, famil
 def test_a_family_that_verifies_no_draft_is_trained_on_without_evaluations(here: Path) -> None:
     write("rwkv")
     said = run(f"train {ANY}/medusa1.yaml output=heads")
-    assert "rwkv keeps its state outside" in said and "set evaluation.prompts=0 to train on it" in said
+    assert "rwkv keeps its state outside" in said and "set evaluation.prompts=0 to train anyway" in said
     assert "heads/final" in run(f"train {ANY}/medusa1.yaml output=heads evaluation.prompts=0")
     assert "rwkv keeps a recurrent state" in run(
         f"train {ANY}/draft.yaml output=own evaluation.prompts=0 evaluation.keep=last"

@@ -306,7 +306,7 @@ def test_weights_too_large_for_the_dtype_they_are_written_in_are_not_finished(
     with pytest.raises(ValueError) as error:
         train(workshop, dtype="fp16")
     assert "model.safetensors has weights that are not finite (1 of" in str(error.value)
-    assert "set dtype to one with a wider range, such as bf16" in str(error.value)
+    assert "set dtype to a type with a wider range, such as bf16" in str(error.value)
     assert not (workshop / "run" / "final").exists()
 
 

@@ -1,1 +1,1 @@
-"""Training of drafts: distilled models and DSpark drafts, offline or on policy."""
+"""Training of drafts: distilled models, DSpark drafts and EAGLE-3 drafts, offline or on policy."""

@@ -54,7 +54,7 @@ class TeacherSource(Protocol):
         """Return the target's distribution at the positions whose next token is trained, row by row.
 
         ``positions`` are these positions in the flattened batch; ``stored`` is the result of `read` on the batch's
-        device. If they are missing, this function computes them.
+        device. If ``positions`` or ``stored`` is None, this function computes it.
         """
         ...
 
@@ -115,8 +115,8 @@ class DistillTraining(nn.Module):
     def forward(self, inputs: DraftInputs, scale: Float[Tensor, " terms"] | None = None) -> TermSums:
         """Return losses and hits, (terms,) each, and the total.
 
-        Hits of soft terms are Σ min(p, q), the per-position acceptance; hits of cross entropy alone are correct
-        argmaxes.
+        Hits of soft terms are Σ min(p, q), the per-position acceptance; if cross entropy is the only term, hits are
+        correct argmaxes.
         """
         hidden = lm_head_input(self.draft, inputs.model_inputs)
         return run_in_lm_head(self.draft, hidden, partial(self._on_logits, inputs, scale))
@@ -168,7 +168,7 @@ class DistillObjective:
         return DraftPrefetch(batch.label_positions(1), self._teacher.read(batch) if self._soft else None)
 
     def inputs(self, batch: Batch, step: int, prefetched: DraftPrefetch | None = None) -> tuple[Any, ...]:
-        self.module.train()  # decoding leaves it in evaluation mode
+        self.module.train()  # decoding leaves the module in evaluation mode
         prefetched = prefetched or self.prefetch(batch, step)
         teacher = self._teacher.for_batch(batch, prefetched.positions, prefetched.stored) if self._soft else None
         labels = batch.tokens.flatten()[prefetched.positions + 1]

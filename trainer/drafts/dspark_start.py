@@ -20,14 +20,15 @@ from trainer.target.initial import fit_states, most_frequent_trained, start_bias
 from trainer.target.loading import OnlineTarget
 
 SCALED = ("linear", "yarn")
-"""Scalings of rotary embeddings that drafts take over from their target. llama.cpp supports no others for a draft."""
+"""The scalings of rotary embeddings that llama.cpp supports for a draft. A draft takes them over from its target."""
 _UNSCALED = ("rope_theta", "partial_rotary_factor")
 
 
 def initial_dspark(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DraftSection, examples: Sequence[Example]
 ) -> DSparkDraft:
-    """Make a recipe's initial draft, in fp32 on the target's device: random by torch's global seed, or a stored one.
+    """Make a recipe's initial draft, in fp32 on the target's device. The draft is new, with random weights (by torch's
+    global seed), or it is a stored draft.
 
     Raises UserError for sizes that no server loads, and for a mask token that ends a text or occurs in the examples.
     """
@@ -62,8 +63,8 @@ def initial_dspark(
 def _stored_draft(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, name: str, of_draft: DraftSection
 ) -> DSparkDraft:
-    """Load a draft to train further; raise UserError if its sizes differ from those in the section (None fits any
-    size).
+    """Load a draft to train further; raise UserError if its sizes differ from the sizes in the section (where None fits
+    any size).
     """
     section = of_draft.dspark
     assert section is not None, "the recipe asks for a DSpark draft"
@@ -74,7 +75,7 @@ def _stored_draft(
     if config.markov_head_type != "vanilla":
         raise UserError(
             f"draft.init.from_model, {name}, has a {config.markov_head_type} Markov head, which cannot be trained: "
-            "use a draft with a vanilla one"
+            "use a draft with a vanilla head"
         )
     mask = None if section.mask_token is None else mask_token(tokenizer, target.vocab_size, section.mask_token)
     for key, wanted, held in (
@@ -97,7 +98,7 @@ def _stored_draft(
     if of_draft.vocabulary is not None and config.outputs > min(of_draft.vocabulary, config.vocab_size):
         raise UserError(
             f"draft.init.from_model, {name}, writes {config.outputs} tokens, more than {of_draft.vocabulary}: "
-            "leave draft.vocabulary out to keep them, or use another draft"
+            "leave draft.vocabulary out to keep these tokens, or use another draft"
         )
     return draft
 
@@ -129,9 +130,9 @@ def dspark_config(
 
 
 def check_taps(name: str, taps: Sequence[int], target: CausalLM) -> None:
-    """Raise UserError for taps, set by the recipe's ``name``, that servers cannot read."""
+    """Raise UserError if servers cannot read these taps; ``name`` is the recipe's key for the taps."""
     if list(taps) != sorted(set(taps)):
-        raise UserError(f"{name} is {list(taps)}: use increasing layers")
+        raise UserError(f"{name} is {list(taps)}: use layers in increasing order")
     if max(taps) > target.num_layers - 2:
         raise UserError(
             f"{name} is {list(taps)}, but SGLang and llama.cpp cannot read the last layer: use layers from 0 to "
@@ -178,8 +179,8 @@ def mask_token(
 ) -> int:
     """Return the id of a token that no text contains: it is not in ``used`` and not in the chat template.
 
-    By default it is the padding token, another special token, an id without a token, or a byte that never occurs in
-    UTF-8. Raises UserError if ``name`` is not a token of the target, and if no token is free.
+    By default the mask is the padding token, another special token, an id without a token, or a byte that never occurs
+    in UTF-8. Raises UserError if ``name`` is not a token of the target, and if no token is free.
     """
     known = tokenizer.get_vocab()
     if name is not None:
@@ -199,14 +200,14 @@ def mask_token(
     if free := [index for index in candidates if index < vocab_size and index not in used]:
         return free[0]
     raise UserError(
-        "the target's tokenizer has no spare token for the mask: set draft.dspark.mask_token to one that your data "
-        "never contains"
+        "the target's tokenizer has no spare token for the mask: set draft.dspark.mask_token to a token that "
+        "your data never contains"
     )
 
 
 _QUIET = 0.3
-"""Initial weights of the last norm of a draft whose bias is fitted. They are small, because the logits of untrained
-layers would hide the bias."""
+"""Initial weights of the last norm of a draft whose bias is fitted. These weights are small, because the logits of
+untrained layers would hide the bias."""
 
 
 @torch.no_grad()

@@ -1,10 +1,10 @@
-"""The objective of a DSpark draft: it learns the target's distribution of the next K tokens.
+"""The objective of a DSpark draft: the draft learns the target's distribution of the next K tokens.
 
 Each row has A positions called anchors, and a block at each anchor: the anchor's token, followed by masks. Slot j of
 anchor t is at position t + j; it attends to the target's states before t and to the whole block. Blocks do not see each
 other, so one forward pass equals A passes of single blocks. Each slot of a block learns the target's distribution of
-the token that the slot predicts. The target has read the text up to that token. The draft has read only the text up to
-the anchor, but its bias also reads the previous token.
+the token that the slot predicts. The target has read all tokens before the predicted token. The draft has read only the
+text up to the anchor, but its bias also reads the token before the predicted token.
 """
 
 import copy
@@ -37,14 +37,14 @@ from trainer.target.loading import OnlineTarget
 
 _BLOCKED = float(
     torch.finfo(torch.bfloat16).min
-)  # finite in bf16 and fp32, -inf in fp16, which is safe because every slot sees itself
+)  # finite in bf16 and fp32; in fp16 it is -inf, which is safe because every slot attends to itself
 
 
 class Blocks(NamedTuple):
     """Anchors of a batch, and labels of the tokens that each block predicts."""
 
     anchors: Int[Tensor, "batch anchors"]
-    """Positions t, increasing; padded with 0."""
+    """Positions t, in increasing order, padded with 0."""
     given: Bool[Tensor, "batch anchors"]
     """False for padding."""
     labelled: tuple[Int[Tensor, " labels"], ...]
@@ -57,8 +57,8 @@ def sample_blocks(batch: Batch, anchors: int, depth: int, seed: int, step: int) 
     """Draw up to ``anchors`` positions per row whose next token is trained, and label the next ``depth`` tokens.
 
     A block's labels end before the first token that is not trained or is in another document. Call this with the batch
-    on the host, because it would wait for a GPU. The draw depends only on the seed, the step and the row's tokens, so
-    other rows, the number of processes and interruptions do not change it.
+    on the host, because otherwise this function would wait for the GPU. The draw depends only on the seed, the step and
+    the row's tokens, so other rows, the number of processes and interruptions do not change it.
     """
     drawn = [
         _drawn(possible.nonzero()[:, 0], anchors, f"{seed} {step} {text[: int(length)].tolist()}")
@@ -107,7 +107,9 @@ class Labels(NamedTuple):
 
 
 def labels_of(batch: Batch, blocks: Blocks, slots: int) -> Labels:
-    """Return the labels of blocks of ``slots``; the last slots predict the depths. Call this on the host."""
+    """Return the labels of blocks of ``slots`` slots. The last slots of a block predict one depth each. Call this on
+    the host.
+    """
     counts = torch.tensor([len(of_depth) for of_depth in blocks.labelled])
     block, depth = torch.cat(blocks.labelled), torch.arange(len(counts)).repeat_interleave(counts)
     row = block.div(blocks.anchors.shape[1], rounding_mode="floor")
@@ -123,11 +125,11 @@ class BlockInputs(NamedTuple):
     text_positions: Int[Tensor, "batch positions"]
     positions: Int[Tensor, "batch slots"]
     mask: Float[Tensor, "batch 1 slots keys"]
-    """Additive; keys are the text's positions, then the slots of all blocks."""
+    """An additive mask. The keys are the positions of the text, followed by the slots of all blocks."""
 
 
 def block_inputs(batch: Batch, blocks: Blocks, slots: int, mask_token: int) -> BlockInputs:
-    """Return the tokens, positions and mask of blocks of ``slots``."""
+    """Return the tokens, positions and mask of blocks of ``slots`` slots."""
     rows, anchors = blocks.anchors.shape
     tokens = batch.tokens.new_full((rows, anchors, slots), mask_token)
     tokens[..., 0] = _at(batch.tokens, blocks.anchors)
@@ -159,7 +161,7 @@ class DSparkInputs(NamedTuple):
     tokens: Int[Tensor, "batch positions"]
     teacher: HiddenTeacher
     lm_head: Float[Tensor, "vocab hidden"]
-    """The target's lm_head; a draft that writes only some tokens has a separate one."""
+    """The target's lm_head; a draft that writes only some tokens has a separate lm_head."""
 
 
 def run_blocks(
@@ -192,8 +194,8 @@ class DSparkTraining(nn.Module):
     def forward(self, inputs: DSparkInputs, scale: Float[Tensor, " terms"] | None = None) -> TermSums:
         """Return losses and hits, (terms,) each, and the total.
 
-        Hits of soft terms are Σ min(p, q), the per-position acceptance; hits of cross entropy alone are correct
-        argmaxes.
+        Hits of soft terms are Σ min(p, q), the per-position acceptance; if cross entropy is the only term, hits are
+        correct argmaxes.
         """
         hidden = flat_rows(run_blocks(self.draft, inputs.states, inputs.embedded, inputs.blocks), inputs.labels.slots)
         if self.draft.lm_head is None:
@@ -204,7 +206,7 @@ class DSparkTraining(nn.Module):
     def _biased(
         self, inputs: DSparkInputs, scale: Tensor | None, hidden: Float[Tensor, "rows hidden"], lm_head: Tensor
     ) -> TermSums:
-        """Return the loss sums; if the draft has a bias, it is added to the logits."""
+        """Return the loss sums; if the draft has a bias, the bias is added to the logits."""
         compared = partial(self._compared, inputs, scale, hidden, lm_head)
         if self.draft.markov is None:
             return compared(None, None)
@@ -260,7 +262,7 @@ class BlocksPrefetch(NamedTuple):
     blocks: Blocks
     labels: Labels
     stored: Float[Tensor, "batch positions layers hidden"] | None
-    """The target's states from disk, if stored."""
+    """The target's states from disk, if they are stored."""
 
 
 class DSparkObjective:
@@ -277,7 +279,7 @@ class DSparkObjective:
     ) -> None:
         """The anchors are drawn with ``seed``.
 
-        With ``states`` None, ``target`` runs at every step. The finished draft has the target's dtype.
+        If ``states`` is None, ``target`` runs at every step. The finished draft has the target's dtype.
         """
         assert section.dspark is not None, "the recipe asks for a DSpark draft"
         self._target, self._tokenizer, self._seed = target, tokenizer, seed
@@ -312,7 +314,7 @@ class DSparkObjective:
         return sample_blocks(batch, self._section.anchors, self._config.block_size, self._seed, step)
 
     def inputs(self, batch: Batch, step: int, prefetched: BlocksPrefetch | None = None) -> tuple[Any, ...]:
-        self.module.train()  # decoding leaves it in evaluation mode
+        self.module.train()  # decoding leaves the module in evaluation mode
         (blocks, labels, stored), config = prefetched or self.prefetch(batch, step), self._config
         hidden, states = self._states.tapped(batch, config.target_layer_ids, stored)
         given = block_inputs(batch, blocks, config.slots, config.mask_token_id)
@@ -341,7 +343,8 @@ class DSparkObjective:
 
 @torch.inference_mode()
 def rank_accuracies(dspark: PairedDSpark, texts: Sequence[tuple[Sequence[int], int]]) -> list[list[float]]:
-    """Return, at ``[d][r]``, the share of labels at depth d that are the draft's token of rank r (both from 0).
+    """Return shares: ``[d][r]`` is the share of labels at depth d that are the draft's guess of rank r (d and r count
+    from 0).
 
     ``texts`` are pairs of tokens and prompt length; each new token serves once as the root of a tree.
     """
@@ -356,7 +359,7 @@ def block_logits(
 ) -> Iterator[tuple[int, Int[Tensor, " labels"], Float[Tensor, "labels vocab"]]]:
     """Yield each depth (from 0) with its labels and logits; a block starts at every new token of a text.
 
-    ``online`` is the draft's target. The bias reads the text's previous token.
+    ``online`` is the draft's target. The bias reads the previous token of the text.
     """
     draft, config = dspark.draft, dspark.config
     on_host, device = collate([Example(tokens, [True] * len(tokens), prompt_length)]), dspark.target.device

@@ -1,13 +1,14 @@
-"""The objective of an EAGLE-3 draft: it learns the target's distribution of the next tokens, from its own states.
+"""The objective of an EAGLE-3 draft: the draft learns the target's distribution of the next tokens, from its own
+states.
 
 Slot p of a text pairs the embedding of token p + 1 with the target's states at token p, and predicts token p + 2. In
-decoding the draft continues from its own states, so training unrolls it in the same way (2503.01840, section 3.2). A
-chain starts from the slot before its anchor, which is an arbitrary token of the text. Step k (from 0) of a chain
-predicts token anchor + 1 + k. From step 1 on, it pairs the embedding of token anchor + k with the state of the chain's
-previous step. Step 0 runs all slots of the text at once. A chain's later slots attend to the text's slots before the
-anchor and to the slots of their own chain. Chains do not see each other, so one pass over many chains equals a pass
-over each. Anchors are drawn in the same way as for the blocks of a DSpark draft, at most ``anchors`` in a text. So the
-mask stays small: besides the text it has at most (steps - 1) x anchors columns.
+decoding the draft continues from its own states, so training unrolls it in the same way (2503.01840, section 3.2). An
+anchor is an arbitrary token of the text, and a chain starts from the slot before its anchor. Step k (from 0) of a chain
+predicts token anchor + 1 + k. From step 1 on, a step pairs the embedding of token anchor + k with the state of the
+chain's previous step. Step 0 runs all slots of the text at once. A chain's later slots attend to the text's slots
+before the anchor and to the slots of their own chain. Chains do not see each other, so one pass over many chains equals
+one pass over each chain. Anchors are drawn in the same way as for the blocks of a DSpark draft, at most ``anchors`` in
+a text. So the mask stays small: it has the columns of the text and at most (steps - 1) x anchors further columns.
 """
 
 import copy
@@ -48,7 +49,8 @@ from trainer.target.loading import OnlineTarget
 def initial_eagle3(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DraftSection, examples: Sequence[Example]
 ) -> Eagle3Draft:
-    """Make a recipe's initial draft, in fp32 on the target's device: random by torch's global seed, or a stored one.
+    """Make a recipe's initial draft, in fp32 on the target's device. The draft is new, with random weights (by torch's
+    global seed), or it is a stored draft.
 
     The lm_head of a random draft consists of rows of the target's lm_head. Raises UserError for a draft that does not
     fit the target.
@@ -76,7 +78,7 @@ def eagle3_config(target: CausalLM, section: Eagle3Section) -> Eagle3Config:
         taps = section.taps or default_layers(target.num_layers)
     except UserError as error:
         raise UserError(
-            f"the target has {target.num_layers} layers, too few for the default taps: set draft.eagle3.taps"
+            f"the target has {target.num_layers} layers, which are too few for the default taps: set draft.eagle3.taps"
         ) from error
     check_taps("draft.eagle3.taps", taps, target)
     sizes, rope = layer_sizes(target), rotary_of(target)
@@ -92,8 +94,8 @@ def eagle3_config(target: CausalLM, section: Eagle3Section) -> Eagle3Config:
 
 
 def _stored_draft(target: CausalLM, name: str, of_draft: DraftSection) -> Eagle3Draft:
-    """Load a draft to train further; raise UserError if its sizes differ from those in the section (None fits any
-    size).
+    """Load a draft to train further; raise UserError if its sizes differ from the sizes in the section (where None fits
+    any size).
     """
     section = of_draft.eagle3
     assert section is not None, "the recipe asks for an EAGLE-3 draft"
@@ -207,7 +209,7 @@ class Eagle3Objective:
     ) -> None:
         """The anchors are drawn with ``seed``.
 
-        With ``states`` None, ``target`` runs at every step. The finished draft has the target's dtype.
+        If ``states`` is None, ``target`` runs at every step. The finished draft has the target's dtype.
         """
         assert section.eagle3 is not None, "the recipe asks for an EAGLE-3 draft"
         self._target, self._seed, self._states = target, seed, states or OnlineTarget(target)
@@ -237,7 +239,7 @@ class Eagle3Objective:
         return sample_blocks(predicted, self._section.anchors, self._section.steps, self._seed, step)
 
     def inputs(self, batch: Batch, step: int, prefetched: BlocksPrefetch | None = None) -> tuple[Any, ...]:
-        self.module.train()  # decoding leaves it in evaluation mode
+        self.module.train()  # decoding leaves the module in evaluation mode
         blocks, labels, stored = prefetched or self.prefetch(batch, step)
         hidden, states = self._states.tapped(batch, self.module.draft.config.target_layer_ids, stored)
         lm_head = self._states.lm_head.to(batch.tokens.device)  # the target may keep its lm_head on another device
@@ -259,6 +261,6 @@ class Eagle3Objective:
         draft, path = self.decoding_copy(), folder / CONFIG_NAME
         draft.save_pretrained(folder)
         if draft.config.target_layer_ids != usual_layers(self._target.num_layers):
-            # Otherwise the folder would omit these layers if they were the defaults for a target of another depth.
+            # Without this, the config would omit layers that are the default layers of a target with another depth.
             content = json.loads(path.read_text()) | draft.config.named_layers()
             path.write_text(json.dumps(content, indent=2) + "\n")

@@ -25,7 +25,7 @@ from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import DraftRecipe, LoopTrains, PolicySection
 
 TEXT_PROMPT = 64
-"""Number of tokens at the start of a plain text that serve as its prompt; for a short text, half of it."""
+"""Number of first tokens of a plain text that serve as its prompt; at most half of a text serves as its prompt."""
 GENERATED = "generated"
 """The folder of generated texts in a run's output."""
 AnswerSource = Literal["offline", "target", "loop"]
@@ -33,7 +33,7 @@ AnswerSource = Literal["offline", "target", "loop"]
 
 
 class Order(NamedTuple):
-    """A text to generate, for a position in a step's batch (both from 0).
+    """A text to generate for one position in the batch of one step. Steps and positions count from 0.
 
     ``example_index`` is the index in the data set of the example with the prompt.
     """
@@ -63,7 +63,7 @@ class GeneratedText(NamedTuple):
     def example(self, trains: LoopTrains) -> Example:
         """Return the text as a training example.
 
-        If only rejected tokens count and none was rejected, no token is trained.
+        If ``trains`` is ``rejected`` and no drafted token was rejected, no token is trained.
         """
         everything = range(self.prompt_length, len(self.tokens))
         trained = set(everything if trains == "all" else self.rejected)
@@ -73,8 +73,8 @@ class GeneratedText(NamedTuple):
 class TextWriter:
     """Generator of texts with a draft's current weights.
 
-    On a GPU the target's texts are also written with speculative decoding. Each text has a separate seed, so up to
-    rounding it does not depend on the other texts of its batch.
+    On a GPU, texts of the target are written with speculative decoding as well. Each text has a separate seed, so up to
+    rounding a text does not depend on the other texts of its batch.
     """
 
     def __init__(
@@ -84,12 +84,14 @@ class TextWriter:
         self._policy, self._num_draft_tokens, self._seed = policy, num_draft_tokens, seed
         self._speculates = (
             target.device.type != "cpu"
-        )  # on a CPU a pass over five tokens costs five times as much as a pass over one
+        )  # on a CPU a pass over five tokens costs five times as much as a pass over one token
         sampling = SamplingConfig(policy.temperature)
         self._config = DecodingConfig(policy.max_new_tokens, sampling, eos_token_ids=eos_token_ids)
 
     def write(self, orders: Sequence[Order], draft: AnyDraft) -> list[GeneratedText]:
-        """Generate texts, ordered by step and position. A draft only speeds up the target's texts."""
+        """Generate texts, and return them ordered by step and position. For texts of the target, the draft only saves
+        time.
+        """
         target, drafter = self.target.at_its_fastest(), drafter_of(draft, self._num_draft_tokens)
         writers: dict[AnswerSource, tuple[CausalLM, Drafter | None]] = {
             "target": (target, drafter if self._speculates else None),
@@ -123,10 +125,11 @@ class TextWriter:
 
 
 class WindowFiles:
-    """Generated texts in a folder of JSON lines: one file per process and window of steps.
+    """Generated texts in a folder of files with JSON lines: one file per process and window of steps.
 
-    Like a checkpoint, a file is named by the steps done: ``after-00000020-process-0-of-2.jsonl``. A run that resumes
-    within a window reads its texts from there. Files older than ``kept_steps`` are removed.
+    Like a checkpoint, a file is named by the number of steps done: ``after-00000020-process-0-of-2.jsonl``. A run that
+    resumes within a window reads the window's texts from these files. Files that are more than ``kept_steps`` steps old
+    are removed.
     """
 
     def __init__(
@@ -145,7 +148,9 @@ class WindowFiles:
         write_text(self.folder / name, "".join(json.dumps(row) + "\n" for row in rows))
 
     def _remove_others(self, done: int) -> None:
-        """Remove files older than ``kept_steps``, and files of this step that another number of processes wrote."""
+        """Remove files that are more than ``kept_steps`` steps old, and files of this step by another number of
+        processes.
+        """
         for path in self.folder.glob("after-*.jsonl"):
             same = path.name.startswith(_window_name(done))
             if path.name < _window_name(max(0, done - self._kept_steps)) or (
@@ -193,9 +198,9 @@ def policy_source(
 
 
 class PolicySource:
-    """Source of batches mixed by a policy: offline rows first, then texts by the target, then by the loop.
+    """Source of batches mixed by a policy: offline rows first, then texts by the target, then texts by the loop.
 
-    A position's source, prompt and random numbers depend on seed, step and position alone. Texts are generated at
+    A position's source, prompt and random numbers depend only on seed, step and position. Texts are generated at
     multiples of ``policy.every`` and saved before they train the draft. So a resumed run trains on the same texts, and
     the batch does not depend on the number of processes.
     """
@@ -227,7 +232,7 @@ class PolicySource:
     def write(self, step: int, positions: Sequence[int]) -> Mapping[str, float]:
         """Generate the texts at these positions in all steps of the window.
 
-        Return counts of texts, new tokens and rejections, and this process's share of the mean seconds.
+        Return counts of texts, new tokens and rejections, and the seconds divided by the number of processes.
         """
         start = time.perf_counter()
         orders = self._orders(step, positions)
@@ -278,12 +283,13 @@ class PolicySource:
         return orders
 
     def _kinds(self, step: int) -> list[AnswerSource]:
-        """Return the source of each position in a step's batch. Shares are met to within one position, and exactly on
-        average.
+        """Return the source of each position in a step's batch. A batch meets the shares to within one position; the
+        average over batches meets them exactly.
         """
         kinds, shares = get_args(AnswerSource), self._policy.shares
         bounds = list(accumulate(shares[kind] for kind in kinds))
-        # With multiples of 1/1024 the last position stays clearly below 1, to which the last bound is rounded.
+        # Rounding may leave the last bound slightly below 1. The offset is a multiple of 1/1024, so the last position
+        # stays clearly below this bound.
         size, offset = self._training.batch_size, random.Random(f"{self._training.seed} {step}").randrange(1024) / 1024
         return [kinds[bisect_right(bounds, (position + offset) / size)] for position in range(size)]
 
@@ -293,5 +299,5 @@ class PolicySource:
 
 
 def prompt_of(example: Example) -> tuple[int, ...]:
-    """Return the tokens before an example's answer; for a plain text, its beginning."""
+    """Return the tokens before an example's answer; if the example is a plain text, return its first tokens."""
     return tuple(example.tokens[: example.prompt_length or min(TEXT_PROMPT, len(example.tokens) // 2)].tolist())

@@ -35,7 +35,7 @@ class InitialDraft(NamedTuple):
 
     model: PreTrainedModel
     output_tokens: Int[Tensor, " outputs"] | None
-    """The token that each lm_head row writes, increasing; None: row i writes token i."""
+    """The token that each lm_head row writes, in increasing order; None means that row i writes token i."""
 
 
 def initial_draft(
@@ -46,13 +46,13 @@ def initial_draft(
     trust_remote_code: bool = False,
     longest: int = 0,
 ) -> InitialDraft:
-    """Make a recipe's draft, with its vocabulary trimmed to the most frequent tokens in the answers if asked.
-    ``longest`` is the length of the longest text that the draft reads: prompt and answer, within the target's context.
-    Raises UserError for a draft that does not fit: another tokenizer, too small a context or vocabulary, missing
-    layers, or an invalid config.
+    """Make a recipe's draft, with its vocabulary trimmed to the most frequent tokens in the answers if the section asks
+    for this. ``longest`` is the length of the longest text that the draft reads: prompt and answer, within the target's
+    context. Raises UserError for a draft that does not fit because of another tokenizer, too small a context or
+    vocabulary, missing layers, or an invalid config.
     """
     init = section.init
-    if init.from_model is None and getattr(target.model, "_is_stateful", False):  # some of these layers may not build
+    if init.from_model is None and getattr(target.model, "_is_stateful", False):  # some of these layers may not work
         raise UserError(_no_draft(target))
     model = _started(target, tokenizer, init, trust_remote_code)
     model.to(target.device, torch.float32)  # type: ignore[arg-type]  # transformers' stubs
@@ -67,7 +67,7 @@ def initial_draft(
         if written is not None:
             raise UserError(
                 f"draft.vocabulary is {section.vocabulary} but draft.init.from_model, {init.from_model}, is already "
-                f"trimmed to {len(written)} tokens: leave draft.vocabulary out to keep them"
+                f"trimmed to {len(written)} tokens: leave draft.vocabulary out to keep these tokens"
             )
         written = most_frequent_trained(section.vocabulary, known, target, tokenizer, examples)
     if written is not None:
@@ -107,7 +107,7 @@ def _started(
 def write_draft(draft: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a finished draft as a transformers folder; `decoding.model.loading.load_draft` restores it bit for bit.
 
-    `with_filled_vocabulary` adds the missing lm_head rows of a trimmed draft: servers need them all.
+    `with_filled_vocabulary` adds the missing lm_head rows of a trimmed draft, because servers need all rows.
     """
     whole = with_filled_vocabulary(draft)
     write_model(whole, tokenizer, folder)
@@ -170,7 +170,7 @@ def _evenly_spaced(count: int, total: int) -> list[int]:
 
 
 def _set_layers(config: PreTrainedConfig, kept: Sequence[int]) -> None:
-    """Keep these layers in a config, in its ``layer_types`` and in other lists with an entry per layer."""
+    """Keep only these layers in a config, in its ``layer_types`` and in other lists with an entry per layer."""
     total = config.num_hidden_layers
     config.num_hidden_layers = len(kept)
     for name, value in config.to_dict().items():
@@ -204,8 +204,8 @@ def draft_from_config(
 ) -> PreTrainedModel:
     """Make a model of the target's architecture with random weights (torch's global seed), in fp32 on the CPU.
 
-    ``changes`` are the config keys that differ from the target's. If the number of layers changes, lists with an entry
-    per layer take evenly spaced entries of the target's lists.
+    ``changes`` are the config keys that differ from the target's config. If the number of layers changes, lists with an
+    entry per layer take evenly spaced entries of the target's lists.
     """
     base = target.config.get_text_config(decoder=True)
     known = {*(base.to_dict().keys() - PreTrainedConfig().to_dict().keys()), *base.attribute_map, "tie_word_embeddings"}
@@ -231,7 +231,7 @@ def draft_from_config(
 
 
 def _heads_that_follow(base: PreTrainedConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return attention sizes derived from hidden_size, if the target's are: head_dim, and one key head per head."""
+    """Return the attention sizes that follow from other sizes in the target: head_dim, and one key head per head."""
     hidden_size = changes.get("hidden_size", base.hidden_size)
     heads = changes.get("num_attention_heads", base.num_attention_heads)
     follow = {}
@@ -246,18 +246,18 @@ def _heads_that_follow(base: PreTrainedConfig, changes: Mapping[str, Any]) -> di
 
 
 def check_reads(draft: CausalLM, target: CausalLM, key: str, examples: Sequence[Example], longest: int) -> None:
-    """Reject a draft that cannot read the data's tokens, or texts of ``longest`` tokens; ``key`` names it in the
+    """Reject a draft that cannot read the data's tokens, or texts of ``longest`` tokens; ``key`` names the draft in the
     recipe.
     """
     if draft.max_positions is not None and draft.max_positions < longest:
         raise UserError(
-            f"the draft from {key} reads at most {draft.max_positions} tokens, but texts here have up to {longest}: "
+            f"the draft from {key} reads at most {draft.max_positions} tokens, but this run has texts of {longest}: "
             "lower data.max_length and evaluation.max_new_tokens, or use another draft"
         )
-    if draft.vocab_size < target.vocab_size:  # models of one family may pad to different sizes
+    if draft.vocab_size < target.vocab_size:  # models of one family may pad their vocabularies
         largest = max(int(example.tokens.max()) for example in examples)
         if largest >= draft.vocab_size:
             raise UserError(
                 f"the draft from {key} knows tokens 0 to {draft.vocab_size - 1}, but the training data contains "
-                f"{largest}: use a draft with the target's vocabulary"
+                f"token {largest}: use a draft with the target's vocabulary"
             )

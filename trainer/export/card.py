@@ -73,7 +73,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def read_own_report(path: Path, source: Path) -> dict[str, Any]:
-    """Read a report, keeping the rows of the weights in ``source`` and of methods that need no weights.
+    """Read a report; keep only the rows for the weights in ``source`` and for methods that need no weights.
 
     Raises `UserError` unless the report measured these weights on the target that they were trained for.
     """
@@ -87,7 +87,7 @@ def read_own_report(path: Path, source: Path) -> dict[str, Any]:
         raise UserError(f"{path} did not measure the {kind} in {source} ({mine}): {_REMEDY}")
     wanted, target = trained_for(source), fingerprints.get("target")
     if wanted is not None and target != wanted:
-        raise UserError(f"{path} measured with target {target}, but {source} was trained for {wanted}: {_REMEDY}")
+        raise UserError(f"{path} measured with the target {target}, but {source} was trained for {wanted}: {_REMEDY}")
     return {**report, "rows": [row for row in report["rows"] if row in own or row.get("artefact") is None]}
 
 
@@ -116,8 +116,8 @@ def card_figures(content: dict[str, Any], chains: bool) -> CardFigures:
     machine = ", ".join(str(hardware[key]) for key in ("gpu", "processor") if hardware.get(key)) or "unknown hardware"
     held = {key: "–" if content.get(key) is None else getattr(report, key) for key in _SETTINGS}
     about = (
-        f"Measured on {held['prompts']} prompts of {held['prompts_from']}, "
-        f"{report.rows[0].batch_size or 1} at a time, up to {held['max_new_tokens']} new tokens each, "
+        f"These figures were measured on {held['prompts']} prompts of {held['prompts_from']}, "
+        f"{report.rows[0].batch_size or 1} at a time, with up to {held['max_new_tokens']} new tokens each, "
         f"on {machine} in {held['dtype']}, with Headstart's own decoding loop at commit {held['commit']}."
     )
     try:

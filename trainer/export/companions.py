@@ -23,9 +23,9 @@ from trainer.heads.medusa2 import TARGET_FOLDER
 
 PROVENANCE_NAME, REPORT_NAME = "provenance.json", "report.json"
 UNKNOWN_TARGET = "TARGET"
-"""Placeholder for the target in commands, used if neither its folder nor its Hub id is known."""
+"""Placeholder for the target in commands, used if neither the folder nor the Hub id is known."""
 USUAL_DRAFT_TOKENS = 4
-"""Depth of a draft's chain if neither its provenance nor a plan records one."""
+"""Depth of a draft's chain if neither its provenance nor a plan records a depth."""
 _COPIED = (".safetensors", ".json", ".jinja", ".txt", ".model")
 """Suffixes of the model files that are copied; code is not copied."""
 _OBJECTS = ("recipe", "target", "revisions", "versions", "hardware", "data")
@@ -37,8 +37,8 @@ Provenance = dict[str, Any]
 
 
 def read_provenance(source: Path) -> Provenance | None:
-    """Read ``provenance.json`` next to the weights; None if the file is missing. Raises `UserError` unless it is a JSON
-    object and each of the keys `_OBJECTS` is absent, empty or an object.
+    """Read ``provenance.json`` next to the weights; return None if the file is missing. Raises `UserError` unless the
+    file contains a JSON object in which each of the keys `_OBJECTS` is absent, empty or an object.
     """
     path = source / PROVENANCE_NAME
     if not path.is_file():
@@ -48,12 +48,12 @@ def read_provenance(source: Path) -> Provenance | None:
     for key in _OBJECTS:
         stored[key] = stored.get(key) or {}
         if not isinstance(stored[key], dict):
-            raise UserError(f"{path} has {stored[key]!r} as {key}, not an object: {remedy}")
+            raise UserError(f"{path} has {stored[key]!r} as {key}, which must be an object: {remedy}")
     return stored
 
 
 def is_adapted(stored: Provenance | None) -> bool:
-    """Return True if the target was also trained; then the adapted target must be next to the artefact."""
+    """Return True if the target was trained as well; in this case the adapted target must be next to the artefact."""
     return stored is not None and stored["recipe"].get("adapters") is not None
 
 
@@ -65,7 +65,7 @@ def target_name(stored: Provenance | None) -> str:
 
 
 def target_of(source: Path) -> str | None:
-    """Return the folder or ORG/NAME@COMMIT of the target that an artefact was trained for; None if not recorded.
+    """Return the folder or ORG/NAME@COMMIT of the target that an artefact was trained for; None if it is not recorded.
 
     The folder may exist only on the machine that trained the artefact.
     """
@@ -88,7 +88,7 @@ def _verifier_in(source: Path) -> str | None:
 
 
 def trained_for(source: Path) -> str | None:
-    """Return the fingerprint of the target that an artefact was trained for; None if not recorded."""
+    """Return the fingerprint of the target that an artefact was trained for; None if it is not recorded."""
     stored = read_provenance(source)
     if stored is None:
         return None
@@ -100,7 +100,7 @@ def trained_for(source: Path) -> str | None:
 
 
 def chain_length(source: Path) -> int:
-    """Return how many tokens a draft was trained to draft at a time; `USUAL_DRAFT_TOKENS` if not recorded."""
+    """Return how many tokens a draft was trained to write at a time; `USUAL_DRAFT_TOKENS` if this is not recorded."""
     stored = read_provenance(source)
     section = stored["recipe"].get("draft") if stored else None
     length = section.get("num_draft_tokens") if isinstance(section, dict) else None
@@ -122,7 +122,9 @@ def published_provenance(stored: Provenance) -> Provenance:
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """The part of a plan that concerns one artefact. ``machine``: where its costs were measured, for the card."""
+    """The part of a plan that concerns one artefact. ``machine``: the machine on which the plan's costs were measured,
+    for the card.
+    """
 
     machine: str
     tree: Paths

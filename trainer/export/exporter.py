@@ -35,7 +35,9 @@ Writer = Callable[[ExportTask], tuple[Artefact, tuple[str, ...]]]
 
 @dataclass(frozen=True)
 class ExportSummary:
-    """The result of an export. ``files`` maps names to sizes in bytes; ``compared`` says what was read back."""
+    """The result of an export. ``files`` maps names to sizes in bytes; ``compared`` has sentences on what was read
+    back.
+    """
 
     format: str
     folder: Path
@@ -72,12 +74,12 @@ def export(
 
     ``source``: a run's folder (for a stopped run, its newest checkpoint is exported), its ``final`` folder, one of its
     checkpoints, or the folder or Hub id of another trainer's draft. ``quickstart`` is the embedded target, for servers
-    that run a draft for it. ``report``: a ``report.json``; the card shows its figures. ``plan``: a ``plan.json``. The
-    formats heads, dspark and speculators store its tree; the servers' commands use its depths by batch size.
-    ``target``: the model for which the artefact drafts, if it differs from the recorded target. ``type``: one of the
-    format's number types. ``license``: the Hub's identifier of the weights' licence. ``prompts``: a .jsonl file; by
-    default the prompts that the training run held out. If the target is on this machine, it decodes these prompts with
-    the trained weights and with the exported files. `NO_PROMPTS` skips this check.
+    that run a draft for this target. ``report``: a ``report.json``; the card shows its figures. ``plan``: a
+    ``plan.json``. The formats heads, dspark and speculators store the plan's tree; the servers' commands use the plan's
+    depths by batch size. ``target``: the model for which the artefact drafts, if it differs from the recorded target.
+    ``type``: one of the format's number types. ``license``: the Hub's identifier of the weights' licence. ``prompts``:
+    a .jsonl file; by default the prompts that the training run held out. If the target is on this machine, it decodes
+    these prompts with the trained weights and with the exported files. `NO_PROMPTS` skips this check.
 
     The destination appears complete or not at all, and only after the files were read back and compared. Provenance and
     report are written next to the weights, without local paths. For heads that were trained jointly with adapters, the
@@ -128,12 +130,12 @@ class _Request(NamedTuple):
     planned: ServingPlan | None
     license: str | None
     target: str | None
-    """Target given by the user; None for the recorded one."""
+    """Target that the user named; None for the recorded target."""
     prompts: Path | None
 
 
 def functions_of(format: str) -> tuple[Writer, Callable[[ExportTask, CausalLM], Readers]]:
-    """Return the functions that write a format and that load what was trained and written, for `check_drafts`."""
+    """Return two functions: one writes a format, and one loads trained and written weights for `check_drafts`."""
     match format:
         case "heads":
             return folder_formats.write_heads, folder_formats.heads_readers
@@ -170,7 +172,7 @@ def _write(task: ExportTask, request: _Request) -> tuple[Artefact, tuple[str, ..
         license=request.license,
     )
     (task.folder / CARD_NAME).write_text(card, encoding="utf-8")
-    mode = (task.folder / CARD_NAME).stat().st_mode  # safetensors writes private files; a server may be another user
+    mode = (task.folder / CARD_NAME).stat().st_mode  # safetensors makes files private, but another user may read them
     for path in filter(Path.is_file, task.folder.rglob("*")):
         path.chmod(mode)
     return artefact, tuple(compared)

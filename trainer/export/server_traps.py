@@ -1,4 +1,4 @@
-"""Traps: exported folders that servers load without an error, but that then draft badly.
+"""Traps: exported folders that servers load without an error, but with which servers draft badly.
 
 The traps of vLLM were found in the code of version 0.32 and by running it.
 """
@@ -45,8 +45,8 @@ def trimmed(config: Mapping[str, Any]) -> list[Trap]:
     name = config.get(OUTPUT_TOKENS_KEY)
     if name is None:
         return []
-    problem = f"servers ignore {name} and run the draft's whole lm_head instead of the trimmed one, at full cost"
-    remedy = "compare with the figures of an untrimmed draft, or train one (draft.vocabulary=null)"
+    problem = f"servers ignore {name} and run the draft's whole lm_head instead of the trimmed lm_head, at full cost"
+    remedy = "compare with the figures of an untrimmed draft, or train such a draft (draft.vocabulary=null)"
     return [Trap(problem, remedy)]
 
 
@@ -54,10 +54,10 @@ def other_size(size: Any, wanted: Any) -> list[Trap]:
     """Return the trap if the vocabularies of draft and target differ in size."""
     if size == wanted:
         return []
-    problem = f"the served draft has {size} tokens and the target has {wanted}"
+    problem = f"the served draft has {size} tokens and the target has {wanted} in its vocabulary"
     remedy = (
         "pad the draft's embeddings to the target's size, or set use_heterogeneous_vocab true in vLLM; llama.cpp "
-        f"accepts a difference of {MOST_OTHER_TOKENS}, and transformers accepts none"
+        f"accepts a difference of up to {MOST_OTHER_TOKENS}, and transformers accepts none"
     )
     return [Trap(problem, remedy)]
 
@@ -72,8 +72,8 @@ def too_few_positions(config: Mapping[str, Any], longest: int) -> list[Trap]:
 
 
 def misread_keys(whose: str, stored: Mapping[str, Any]) -> list[Trap]:
-    """Return the settings that programs which read the keys of transformers 4 interpret differently from transformers
-    5. ``whose`` names the model in the sentence, such as ``the draft's``.
+    """Return the settings that transformers 5 interprets differently from programs that read the keys of transformers
+    4. ``whose`` names the model in the sentence, such as ``the draft's``.
     """
     text = stored.get("text_config")
     config = {**stored, **text} if isinstance(text, dict) else stored
@@ -95,10 +95,10 @@ def misread_keys(whose: str, stored: Mapping[str, Any]) -> list[Trap]:
 
 
 def lost_in_servers(config: DSparkConfig, stored: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return in words what each server gets wrong in a DSpark or DFlash draft whose config.json is ``stored``.
+    """Return, for each server, what it gets wrong in a DSpark or DFlash draft whose config.json is ``stored``.
 
-    This follows from the sources of vLLM 0.33, SGLang 0.5.23 and llama.cpp with its converter, read in November 2026;
-    it was not tried.
+    These facts follow from the sources of vLLM 0.33, SGLang 0.5.23 and llama.cpp with its converter, as of November
+    2026; they were not tried.
     """
     of_speculators, causal = stored.get("speculators_model_type"), [sight.causal for sight in config.sights]
     as_vllm, as_llama = causal, [not of_speculators and bool(config.is_causal)] * len(causal)
@@ -130,12 +130,14 @@ def lost_in_servers(config: DSparkConfig, stored: Mapping[str, Any]) -> dict[str
 
 
 def lost_of_eagle3(config: Eagle3Config, stored: Mapping[str, Any], depth: int | None = None) -> dict[str, list[str]]:
-    """Return the same as `lost_in_servers` for an EAGLE-3 draft. ``depth``: the target's layers; None if unknown."""
+    """Return the same as `lost_in_servers` for an EAGLE-3 draft. ``depth``: the number of the target's layers; None if
+    it is unknown.
+    """
     ids = (stored.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     fewer = "so fewer tokens are accepted"
     vllm, sglang, llama = list[str](), list[str](), list[str]()
     other_count = [] if config.taps == 3 else [f"does not run a draft that reads {config.taps} layers"]
-    layer = stored.get("transformer_layer_config") or stored  # vLLM reads nothing else of a nested file, except flags
+    layer = stored.get("transformer_layer_config") or stored  # of a nested file, vLLM reads only this part and flags
     vllm += other_count if layer.get("num_aux_hidden_states") is None and not config.qk_norm else []
     if "speculators_model_type" in stored:
         sglang.append("does not read a nested config.json")

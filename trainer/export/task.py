@@ -1,4 +1,4 @@
-"""Descriptions of an export: formats, task, exported artefact, and the folder that it starts from."""
+"""Descriptions of an export: formats, task, exported artefact, and the folder from which the export starts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,11 +51,11 @@ class ExportTask:
     """Existing empty folder to fill."""
     format: str
     target: str | None = None
-    """Folder or Hub id of the model for which the artefact drafts; None if unknown."""
+    """Folder or Hub id of the model for which the artefact drafts; None if it is unknown."""
     tree: Paths = ()
     """Tree that replaces the tree of the artefact; empty to keep that tree."""
     type: str | None = None
-    """Type of the stored numbers, for a format with a choice; None for its default."""
+    """Type of the stored numbers, if the format offers a choice; None for the format's default."""
     trust_remote_code: bool = False
 
 
@@ -115,7 +115,7 @@ def check_format(source: Path, format: str, type: str | None = None) -> None:
     held, types = kind_held_in(source), FORMATS[format].types
     if held not in FORMATS[format].kinds:
         fitting = " or ".join(name for name, other in FORMATS.items() if held in other.kinds)
-        raise UserError(f"{source} contains {held}, but format {format!r} does not accept them: use format {fitting}")
+        raise UserError(f"{source} contains {held}, which format {format!r} does not accept: use format {fitting}")
     if type is not None and type not in types:
         remedy = f"use one of {', '.join(types)}" if types else "omit --type; this format keeps the stored type"
         raise UserError(f"format {format!r} lacks the type {type!r}: {remedy}")
@@ -131,8 +131,8 @@ def artefact_folder(source: Path) -> Path:
 def opened(source: Path, destination: Path, trust_remote_code: bool = False) -> Iterator[tuple[Path, tuple[str, ...]]]:
     """Yield the folder with the weights of a run, a checkpoint or a Hub id, and sentences on its preparation.
 
-    A checkpoint is first turned into an artefact in a temporary folder next to ``destination``. For a run without a
-    ``final`` folder, it is the newest checkpoint. Errors: `trainer.run.train.consolidate`.
+    A checkpoint is first turned into an artefact in a temporary folder next to ``destination``. If a run has no
+    ``final`` folder, its newest checkpoint is used. Raises the errors of `trainer.run.train.consolidate`.
     """
     fetched = is_gguf(source) or is_embedded(source) or hub_name(source) is not None
     folder, checkpoint = local_folder(source) if fetched else artefact_folder(source), None

@@ -13,7 +13,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.errors import HTTPError as ClientError  # type: ignore[attr-defined]  # whichever client it uses
+from huggingface_hub.errors import HTTPError as ClientError  # type: ignore[attr-defined]  # of its HTTP client
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in __all__
 from yaml import YAMLError
 
@@ -28,7 +28,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _REMEDIES = {
     401: f"{LOG_IN} to a valid token",
     403: "use a token with write access, or another repository",
-    404: "check the organisation's name and that the token may see it",
+    404: "check the organisation's name and that the token may see this organisation",
 }
 
 
@@ -36,7 +36,7 @@ _REMEDIES = {
 class PushSummary:
     """The result of an upload. ``address``: the URL of the repository or of the pull request.
 
-    ``name``: ORG/NAME@COMMIT, which every command accepts to read these files.
+    ``name``: ORG/NAME@COMMIT, with which every command can read these files.
     """
 
     address: str
@@ -110,7 +110,7 @@ def _check_visibility(api: HfApi, repository: str, public: bool) -> None:
         api.create_repo(repository, private=not public)
     elif bool(api.repo_info(repository).private) == public:
         kind, remedy = ("private", "without --public") if public else ("public", "with --public")
-        raise UserError(f"the repository already exists and is {kind}: change that in its settings, or push {remedy}")
+        raise UserError(f"the repository already exists and is {kind}: change this in its settings, or push {remedy}")
 
 
 def _check_access(repository: str) -> str:
@@ -133,7 +133,7 @@ def _check_folder(folder: Path, token: str) -> None:
     check_links(folder)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         if path.suffix.lower() in _PICKLES:
-            raise UserError(f"{path} may be a pickle, and loading a pickle can run code: remove it, then push again")
+            raise UserError(f"{path} may be a pickle, which can run code when it is loaded: remove it, then push again")
         if path.stat().st_size == 0:
             continue
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

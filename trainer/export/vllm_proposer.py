@@ -3,8 +3,8 @@
     --speculative-config '{"method":"custom_class","model":"trainer.export.vllm_proposer.HeadsProposer",
     "num_speculative_tokens":4}' --additional-config '{"headstart":{"heads":FOLDER}}'
 
-It drafts a chain of each head's best token. A Markov bias makes each token depend on the one before it. vLLM passes
-tokens but no states to a proposer, so the proposer wraps three calls of each step: see `_Step`.
+The proposer drafts a chain of each head's best token. A Markov bias makes each token depend on the token before it.
+vLLM passes tokens but no states to a proposer, so the proposer wraps three calls of each step: see `_Step`.
 """
 
 import functools
@@ -27,9 +27,9 @@ _FORMAT = "headstart-medusa"
 
 class _Step(threading.local):
     """States of this thread's current step: the states whose logits were computed last, and the states from which
-    tokens were sampled last. A step computes the logits of its drafted tokens, samples, computes prompt logits if their
-    log-probabilities are wanted, and drafts. So sampling stores the states, and drafting removes them, and a later step
-    can never use the states of an earlier step that did not draft.
+    tokens were sampled last. A step computes the logits of its drafted tokens, samples, computes the logits of prompts
+    if their log-probabilities are wanted, and drafts. Sampling stores the states, and drafting removes them, so a later
+    step can never use the states of an earlier step that did not draft.
     """
 
     computed: Tensor | None = None
@@ -41,7 +41,9 @@ _STEP = _Step()
 
 
 def _noting(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the ``forward`` of a vLLM sampler to record its states. With nested samplers the outer one records last."""
+    """Wrap the ``forward`` of a vLLM sampler to record its states. If samplers are nested, the outer sampler records
+    last.
+    """
 
     @functools.wraps(forward)
     def noting(*args: Any, **named: Any) -> Any:
@@ -50,7 +52,7 @@ def _noting(forward: Callable[..., Any]) -> Callable[..., Any]:
         _STEP.sampled = _STEP.computed, next((drafted for drafted in given if drafted is not None), None)
         return result
 
-    noting.headstart = True  # type: ignore[attr-defined]  # marks it as wrapped: once per process
+    noting.headstart = True  # type: ignore[attr-defined]  # so that a process wraps it only once
     return noting
 
 
@@ -58,8 +60,8 @@ def state_rows(drafted: Sequence[int] | None, sampled: Sequence[Sequence[int]], 
     """Return, for each request, the row of the state that wrote its newest token.
 
     A step has one row per drafted token and one more row per request. ``sampled``: the new tokens of each request. If a
-    request has n new tokens, its n-th row wrote the newest one. A request in the middle of its prompt has no new token.
-    Raises RuntimeError if the number of rows does not match this step.
+    request has n new tokens, its n-th row wrote the newest token. A request in the middle of its prompt has no new
+    token. Raises RuntimeError if the number of rows does not match this step.
     """
     counts = [0] * len(sampled) if drafted is None else list(drafted)
     if len(counts) != len(sampled) or sum(counts) + len(counts) != rows:
@@ -78,7 +80,7 @@ def looked_up(text: Tensor, ngram: int, count: int) -> list[int]:
     """Return up to ``count`` tokens after the latest earlier occurrence of a text's last ``ngram`` tokens.
 
     The result is empty if there is no earlier occurrence, and shorter if the text ends sooner. If the occurrence
-    overlaps or touches the last tokens, the text repeats itself, and the result repeats it further.
+    overlaps or touches the last tokens, the text repeats itself, and the result continues the repetition.
     """
     if len(text) <= ngram:
         return []
@@ -155,7 +157,7 @@ class HeadsProposer:
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, slot_mappings: Any = None
     ) -> list[list[int]]:
-        """Return the drafted tokens of each request; none for a request in the middle of its prompt."""
+        """Return the drafted tokens of each request; a request in the middle of its prompt gets an empty list."""
         step, _STEP.sampled = _STEP.sampled, None
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if self.ngram:
@@ -165,7 +167,7 @@ class HeadsProposer:
         asking = [request for request, tokens in enumerate(sampled_token_ids) if tokens and not drafts[request]]
         if asking:
             if step is None or step[0] is None:
-                raise RuntimeError("vLLM sampled without computing a state: please report this with its version")
+                raise RuntimeError("vLLM sampled without computing a state: please report this with vLLM's version")
             rows = state_rows(step[1], sampled_token_ids, len(step[0]))
             index = torch.tensor([(rows[request], sampled_token_ids[request][-1]) for request in asking])
             row, newest = index.to(step[0].device).unbind(1)
@@ -176,7 +178,7 @@ class HeadsProposer:
     def chains(self, states: Tensor, newest: Tensor) -> Tensor:
         """Return each request's chain, (requests, depth), from the states that wrote the newest tokens.
 
-        Head k (from 0) drafts the token k + 1 positions after the newest.
+        Head k (from 0) drafts the token k + 1 positions after the newest token.
         """
         x = states.expand(self.depth, -1, -1)
         if self._first is not None:
@@ -241,5 +243,5 @@ def _read_weights(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
         raise ValueError(f"{path} cannot be read as safetensors ({error}): export the heads again") from error
     held = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     if wrong := sorted(name for name in shapes | held if shapes.get(name) != held.get(name)):
-        raise ValueError(f"{wrong[0]} in {folder} is {held.get(wrong[0])}, unlike in its config.json: export again")
+        raise ValueError(f"{wrong[0]} in {folder} has shape {held.get(wrong[0])}, unlike in config.json: export again")
     return stored

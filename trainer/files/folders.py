@@ -1,7 +1,8 @@
 """Folders that appear whole or not at all, shards of a store with checksums that detect damage, and locks of a run.
 
-A shard's seal is a file with a checksum line (`sha256sum -c`), written once the shard is on disk. A killed run leaves a
-shard without a seal, and the shard is written again. Processes that write different shards do not wait for each other.
+A shard's seal is a file with a checksum line (`sha256sum -c`), written once the shard is on disk. A run that is killed
+leaves a shard without a seal, and the next run writes this shard again. Processes that write different shards do not
+wait for each other.
 """
 
 import hashlib
@@ -30,10 +31,10 @@ CHECKSUMS = "SHA256SUMS"
 
 
 def write_folder(destination: Path, write: Callable[[Path], None], sealed: bool = False) -> None:
-    """Fill a folder by ``write``; the folder replaces ``destination`` once it is on disk.
+    """Let ``write`` fill a folder, which replaces ``destination`` once the whole folder is on disk.
 
-    After a full disk or a kill the old folder is still there, or the next call restores it. If several processes write
-    the same folder, the last one wins. A ``sealed`` folder gets checksums for `check_seal`.
+    If the disk is full or the process is killed, the old folder is still there, or the next call restores it. If
+    several processes write the same folder, the last one wins. A ``sealed`` folder gets checksums for `check_seal`.
     """
     temporary = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
     replaced = destination.with_name(f".{destination.name}.{os.getpid()}.replaced")
@@ -80,7 +81,7 @@ def read_checksums(path: Path) -> dict[str, str]:
 
 
 def check_seal(folder: Path) -> None:
-    """Raise UserError, naming the file, if a sealed folder has changed, and OSError if the disk fails.
+    """Raise UserError, which names the file, if a sealed folder has changed; raise OSError if the disk fails.
 
     Every file is read in full, which takes about a second per GB.
     """
@@ -96,7 +97,7 @@ def check_seal(folder: Path) -> None:
         if not (folder / name).is_file():
             raise UserError(f"{name} is missing")
         if sha256_of(folder / name) != checksum:
-            raise UserError(f"{name} is damaged: its {(folder / name).stat().st_size:,} bytes have another checksum")
+            raise UserError(f"{name} is damaged: its {(folder / name).stat().st_size:,} bytes have a wrong checksum")
 
 
 def sha256_of(path: Path) -> str:
@@ -109,7 +110,7 @@ def sha256_of(path: Path) -> str:
 def scratch_beside(destination: Path) -> Iterator[Path]:
     """Yield an empty hidden folder next to ``destination``, and remove it afterwards.
 
-    Also removes such folders that killed processes left for the same destination.
+    Folders of this kind that killed processes left for the same destination are removed as well.
     """
     for left, _ in _left_by_dead(destination, ("scratch",)):
         shutil.rmtree(left, ignore_errors=True)
@@ -122,7 +123,7 @@ def scratch_beside(destination: Path) -> Iterator[Path]:
 
 
 def _left_by_dead(destination: Path, kinds: Sequence[str]) -> Iterator[tuple[Path, str]]:
-    """Yield the hidden folders next to ``destination`` that no running process needs, with their kinds."""
+    """Yield the hidden folders next to ``destination`` that no running process needs, each with its kind."""
     for left in sorted(destination.parent.glob(f".{destination.name}.*.*")):
         process, kind = left.name.rsplit(".", 2)[1:]
         if kind in kinds and not (process.isdigit() and _is_running(int(process))):
@@ -151,22 +152,23 @@ def flush_to_disk(path: Path) -> None:
 
 
 def check_can_be_folder(path: Path, name: str) -> None:
-    """Raise UserError if a file is in the way of a folder; ``name`` is the recipe's key for it."""
+    """Raise UserError if a file is in the way of a folder; ``name`` is the recipe's key for the folder."""
     in_the_way = next((file for file in (path, *path.parents) if file.is_file()), None)
     if in_the_way is not None:
         raise UserError(f"{name} is {path}, but {in_the_way} is a file: use another folder")
 
 
 def check_links(folder: Path) -> None:
-    """Raise UserError for a link that leads out of a folder, because its file would seem to belong to the folder.
+    """Raise UserError for a link that leads out of a folder: the linked file would seem to belong to the folder.
 
     Links from a snapshot in the Hub's cache to blobs of the same repository are allowed.
     """
     root = folder.resolve()
     within = root.parents[1] if root.parent.name == "snapshots" else root
     for path in sorted(folder.rglob("*")):
-        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(within):  # resolve fails on a loop
-            raise UserError(f"{path} links out of its folder: replace the link with the file, or remove it")
+        # `Path.resolve` would fail on a loop of links.
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(within):
+            raise UserError(f"{path} links out of its folder: replace the link with the file, or remove the link")
 
 
 _MADE_FROM = "made_from"
@@ -175,9 +177,9 @@ _MADE_FROM = "made_from"
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Assignment of examples to shards: whole examples, in data order, with up to ``shard_rows`` rows per shard.
+    """Assignment of whole examples, in the order of the data, to shards of up to ``shard_rows`` rows.
 
-    An example with more rows is alone in its shard.
+    An example with more rows has a shard of its own.
     """
 
     lengths: tuple[int, ...]
@@ -233,7 +235,7 @@ def fingerprint_of_all(items: Iterable[Sequence[bytes]]) -> str:
 
 
 def write_sealed(path: Path, tensors: dict[str, Tensor], made_from: str) -> None:
-    """Write a safetensors file with its origin, then its seal; raise OSError if the disk is full."""
+    """Write a safetensors file that names its origin, and then its seal; raise OSError if the disk is full."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         save_file(tensors, partial, {_MADE_FROM: made_from})
@@ -258,7 +260,7 @@ def write_lines(path: Path, lines: Iterable[bytes]) -> None:
 
 
 def is_whole(path: Path, made_from: str, verify: bool) -> bool:
-    """Return True for a sealed file of full size with this origin; ``verify`` also checks its checksum."""
+    """Return True for a sealed file of full size with this origin; with ``verify``, its checksum must match as well."""
     try:
         checksum = read_checksums(_seal_of(path))[path.name]
         with safe_open(path, framework="pt") as file:  # this raises an error for a file of the wrong size

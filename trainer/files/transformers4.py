@@ -1,8 +1,8 @@
 """Model folders that transformers 4 and 5 read as the same model.
 
 transformers 5 writes only ``rope_parameters``. Version 4, and servers that read configs in the same way, look for
-``rope_theta`` and ``rope_scaling``; if these are missing, they silently use 10000 and no scaling. Folders written here
-have the keys of both versions, named as in transformers 4.57.
+``rope_theta`` and ``rope_scaling``; if these keys are missing, these programs silently use the base 10000 and no
+scaling. Folders written here have the keys of both versions, named as in transformers 4.57.
 """
 
 import json
@@ -24,7 +24,7 @@ _LOGGER = logging.getLogger(__name__)
 _RENAMED = {"torch_dtype": "dtype", "num_experts": "num_local_experts"}
 """Maps keys of transformers 4 to keys of transformers 5."""
 _NAMES = {"gpt_neox": ("rotary_emb_base", "rotary_pct")}
-"""Maps model types to their names for rope_theta and partial_rotary_factor."""
+"""Maps model types to the names that they use for rope_theta and partial_rotary_factor."""
 _LOCAL = ("gemma3_text", "gemma3n_text")
 """Model types whose sliding layers have a ``rope_local_base_freq``."""
 _TYPE_ALONE = {"phi3": ("short_factor", "long_factor"), "olmo2": ("factor",)}
@@ -39,7 +39,7 @@ def write_model(
 ) -> None:
     """Write a model and its tokenizer as a transformers folder; ``state_dict`` replaces the model's weights.
 
-    Warns if transformers 4 would read a model that differs from the one of version 5.
+    Warns if transformers 4 would read a model that differs from the model that version 5 reads.
     """
     disable_progress_bar()  # writing is too fast for a progress bar
     model.save_pretrained(folder, state_dict=state_dict, max_shard_size=SHARD_BYTES)
@@ -56,7 +56,7 @@ def write_model(
 
 
 def config_for_both(kind: type[PreTrainedConfig], stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Add transformers 4's keys to a config.json of transformers 5, and return it.
+    """Add the keys of transformers 4 to a config.json of transformers 5, and return the result.
 
     Raises UserError if version 4 has no key for a setting, or if the new keys change what version 5 reads.
     """
@@ -96,7 +96,7 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(rope: Mapping[str, Any], family: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``rope_scaling``, and for longrope the pretraining context under transformers 4's key."""
+    """Return ``rope_scaling``, and for longrope the pretraining context under the key that transformers 4 reads."""
     if family in _TYPE_ALONE:
         scaling = {"type": rope["rope_type"], **{key: rope.get(key) for key in _TYPE_ALONE[family]}}
     else:

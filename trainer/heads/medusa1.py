@@ -1,7 +1,7 @@
 """The Medusa-1 objective: heads on a frozen target's hidden states (2401.10774, section 2.2.1).
 
-Heads may have a bias that depends on the previous token (`decoding.model.markov`); in training, this is the token of
-the text. With soft targets a head learns the target's distribution for the token that it predicts.
+Heads may have a bias that depends on the previous token (`decoding.model.markov`); in training, the previous token
+comes from the text. With soft targets a head learns the target's distribution for the token that it predicts.
 """
 
 import copy
@@ -46,13 +46,14 @@ class HeadLabels(NamedTuple):
     order: Int[Tensor, " rows"]
     """Order of the rows by label, as indices into the rows of all heads, one head after another."""
     heads: Int[Tensor, " rows"]
-    """Each row's head, in that order."""
+    """The head of each row, in the order of ``order``."""
 
     @staticmethod
     def of(batch: Batch, num_heads: int) -> "HeadLabels":
-        """Call this on the host.
+        """Return the labels of a batch. Call this on the host.
 
-        The state and the label are in the same row, so in the flattened batch the offset of head k is k + 2.
+        A state and its label are in the same row, so the label of head k is k + 2 places further in the flattened
+        batch.
         """
         states = head_positions(batch, num_heads)
         text = torch.cat([positions + k + 1 for k, positions in enumerate(states)])
@@ -63,7 +64,9 @@ class HeadLabels(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """Inputs of a step of the heads: a batch, the target's states on this batch, and the target's lm_head if needed."""
+    """Inputs of a step of the heads: a batch, the target's states on this batch, and the target's lm_head if it is
+    needed.
+    """
 
     batch: Batch
     hidden: Float[Tensor, "batch positions hidden"]
@@ -78,7 +81,7 @@ class HeadsPrefetch(NamedTuple):
 
     labels: HeadLabels
     stored: Float[Tensor, "batch positions hidden"] | None
-    """The target's states from disk, if stored."""
+    """The target's states from disk, if they are stored."""
 
 
 class MedusaTraining(nn.Module):
@@ -93,14 +96,14 @@ class MedusaTraining(nn.Module):
     def forward(self, inputs: HeadInputs, scale: Float[Tensor, " heads"] | None = None) -> TermSums:
         """Return losses and hits, (heads,) each, and the total.
 
-        Hits of soft terms are Σ min(p, q), the per-position acceptance; hits of cross entropy alone are correct
-        argmaxes.
+        Hits of soft terms are Σ min(p, q), the per-position acceptance; if cross entropy is the only term, hits are
+        correct argmaxes.
         """
         sums = partial(self._sums_together if self.heads.config.shared_lm_head else self._sums_apart, inputs, scale)
         markov = self.heads.markov
         if markov is None:
             return sums()
-        # Inside the layer's forward pass, because a sharded weight is whole only there.
+        # The sums are computed inside the layer's forward pass, because a sharded weight is whole only there.
         before = inputs.batch.tokens.flatten()[inputs.labels.text]
         biased: TermSums = markov.output(markov.embedding(before), lambda *factors: sums(Bias(*factors)))
         return biased
@@ -207,7 +210,7 @@ def check_init(section: HeadsSection, **sizes: int) -> None:
     if section.vocabulary is not None and held.outputs > section.vocabulary:
         raise UserError(
             f"the heads in heads.init, {section.init}, write {held.outputs} tokens, more than {section.vocabulary}: "
-            "leave heads.vocabulary out to keep them"
+            "leave heads.vocabulary out to keep these tokens"
         )
     for name, wanted in ({name: getattr(section, name) for name in _SHAPE} | sizes).items():
         if wanted not in (None, getattr(held, name)):
@@ -272,7 +275,7 @@ class MedusaObjective:
         dtype: torch.dtype,
         written: Sequence[int] | None = None,
     ) -> None:
-        """``dtype`` is the dtype of the target; finished heads are stored and used in it.
+        """``dtype`` is the dtype of the target; finished heads are stored and used in this dtype.
 
         ``written``: see `initial_heads`.
         """
@@ -331,7 +334,7 @@ def head_counts(batch: Batch, num_heads: int) -> Float[Tensor, " heads"]:
 
 
 def head_positions(batch: Batch, num_heads: int) -> tuple[Int[Tensor, " labels"], ...]:
-    """Return the indices of each head's labels in the flattened batch."""
+    """Return, for each head, the indices in the flattened batch of the states that have a label."""
     return tuple(batch.label_positions(k + 2) for k in range(num_heads))
 
 
@@ -342,7 +345,7 @@ def decoding_copy(heads: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:
 
 
 def fit_tree(heads: MedusaHeads, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]], tree_nodes: int) -> None:
-    """Set the heads' tree to the best one with ``tree_nodes`` drafted nodes, by their accuracies on these texts."""
+    """Set the heads' tree to the best tree with ``tree_nodes`` drafted nodes, by their accuracies on these texts."""
     accuracies = rank_accuracies(target, decoding_copy(heads, target.dtype), texts)
     heads.config = replace(heads.config, tree=best_tree(accuracies, tree_nodes))
 
@@ -351,7 +354,7 @@ def fit_tree(heads: MedusaHeads, target: CausalLM, texts: Sequence[tuple[Sequenc
 def rank_accuracies(
     target: CausalLM, heads: MedusaHeads, texts: Sequence[tuple[Sequence[int], int]]
 ) -> list[list[float]]:
-    """Return, at ``[k][r]``, the share of labels that are the token of rank r of head k (both from 0).
+    """Return shares: ``[k][r]`` is the share of labels that are head k's guess of rank r (k and r count from 0).
 
     A bias reads the previous token of the text.
     """
@@ -362,7 +365,7 @@ def _new_tokens(
     target: CausalLM, heads: MedusaHeads, texts: Sequence[tuple[Sequence[int], int]]
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield, for each head (from 0), the head's number, its labels among the new tokens of a text, and its logits for
-    them.
+    these labels.
     """
     lm_head = target.model.get_output_embeddings()
     device = next(heads.parameters()).device

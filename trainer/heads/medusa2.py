@@ -82,7 +82,7 @@ class JointTraining(nn.Module):
     def _as_it_was(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
         """Return the hidden states of the target without adapters.
 
-        Call it inside `forward`, because elsewhere FSDP2 leaves the weights sharded.
+        Call this inside `forward`, because elsewhere FSDP2 leaves the weights sharded.
         """
         with span("target"), self.model.disable_adapter():
             return lm_head_input(self._target, batch.model_inputs())
@@ -115,7 +115,9 @@ class JointTraining(nn.Module):
 
 
 class JointLabels(NamedTuple):
-    """The labels of the heads, and those indices in the flattened batch whose next token is a label of the target."""
+    """The labels of the heads, and the indices in the flattened batch of tokens whose next token is a label of the
+    target.
+    """
 
     heads: HeadLabels
     target: Int[Tensor, " labels"]
@@ -133,7 +135,7 @@ class Medusa2Objective:
         steps: int,
         written: Sequence[int] | None = None,
     ) -> None:
-        """``written``: see `medusa.initial_heads`."""
+        """``written``: see `medusa1.initial_heads`."""
         _refuse_unfit(target)
         self._tokenizer = tokenizer
         self._section, self._adapters, self._steps, self._dtype = heads, adapters, steps, target.dtype
@@ -187,7 +189,7 @@ class Medusa2Objective:
         return named_drafter("heads", decoding_copy(self.heads, self._dtype))
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
-        """Fit the tree to the heads and the adapted target: see `medusa.MedusaObjective.choose_tree`."""
+        """Fit the tree to the heads and the adapted target: see `medusa1.MedusaObjective.choose_tree`."""
         fit_tree(self.heads, target, texts(), self._section.tree_nodes)
 
     def save(self, folder: Path) -> None:
@@ -268,7 +270,7 @@ def merged_weights(model: "PeftModel") -> dict[str, Tensor]:
             if layer and leaf == "weight":
                 (adapter,) = model.active_adapters
                 delta = base.get_submodule(layer).get_delta_weight(adapter)  # type: ignore[operator]  # peft's layer
-                whole = (whole + delta).to(whole.dtype)  # added in fp32, as the adapters are
+                whole = (whole + delta).to(whole.dtype)  # added in fp32, because the adapters are fp32
             copies[tensor.data_ptr()] = whole.cpu()
         merged[f"{layer}.{leaf}" if layer else name] = copies[tensor.data_ptr()]
     return merged

@@ -50,12 +50,12 @@ def fused_loss(
     soft_cap: float | None = None,
     chunk: int | None = None,
 ) -> FusedLoss:
-    """Return ``mix``'s weighted terms for the logits ``hidden @ weight.T``, summed over rows, with hits.
+    """Sum the weighted terms of ``mix`` over the rows of the logits ``hidden @ weight.T``, and count the hits.
 
-    ``labels``, ``teacher`` and ``bias`` have a row for each of ``groups``. So whatever depends only on the position in
-    the text is computed once for all rows of ``hidden`` that predict the token after this position. By default each row
-    has a separate group. ``row_weights`` (default 1) multiply the rows' losses. ``bias`` adds a second product to the
-    logits. With ``soft_cap`` c the logits become c tanh(logits / c), as in Gemma-2.
+    ``labels``, ``teacher`` and ``bias`` have a row for each of ``groups``. Whatever depends only on the position in the
+    text is therefore computed once for all rows of ``hidden`` that predict the token after this position. By default
+    each row has a separate group. ``row_weights`` (default 1) multiply the rows' losses. ``bias`` adds a second product
+    to the logits. With ``soft_cap`` c the logits become c tanh(logits / c), as in Gemma-2.
 
     ``cross_entropy`` is taken at ``labels``; the other terms are `TokenDivergences` between ``teacher`` and the logits.
     The teacher and frozen weights get no gradient.
@@ -65,8 +65,8 @@ def fused_loss(
 
     At most ``chunk`` rows of logits exist at a time (more if one group has more rows), with as many rows of the teacher
     and the bias; the gradient of a chunk overwrites its logits. Nothing is computed twice. Products run in autocast's
-    dtype, and the softmax runs in fp32. Raises UserError for a divergence without a fitting teacher. After Liger Kernel
-    (2410.10989, section 3.2).
+    dtype, and the softmax runs in fp32. Raises UserError if a divergence has no fitting teacher. The method follows
+    Liger Kernel (2410.10989, section 3.2).
     """
     if teacher is None and mix.soft:
         raise UserError(f"the loss has {', '.join(mix.weights)} but no teacher to compare with: pass a teacher")
@@ -119,7 +119,7 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        # In place, so backward works only once. Copying a weight's gradient would cost as much as a product.
+        # Scaled in place, so backward works only once. To copy a weight's gradient would cost as much as a product.
         scaled = [None if saved is None else scale(saved, loss_gradient) for saved in ctx.saved_tensors]
         return *scaled, *(None,) * 5
 
@@ -134,8 +134,8 @@ def _turn_into_gradient(
     layer: "_Outputs",
 ) -> list[Tensor]:
     """Overwrite the products of some groups with the gradient of the loss; return the figures of each row for
-    `FusedLoss`. ``added`` is the part of the logits that the bias added; it receives the sum of the gradients of its
-    rows. ``taught``: the teacher's logits.
+    `FusedLoss`. ``added`` is the part of the logits that the bias added, and is overwritten with the sums of its rows'
+    gradients. ``taught`` contains the teacher's logits.
     """
     figures, done = [], 0
     most = block_rows(max(logits.shape[1], 0 if taught is None else taught.logits.shape[1]), logits)
@@ -265,7 +265,7 @@ class _Outputs:
             return log_p[:, self._tokens]
         if self._count > log_p.shape[1]:
             raise UserError(
-                f"the draft writes {self._count} tokens but the target has {log_p.shape[1]}: "
+                f"the draft can write {self._count} tokens, but the target has only {log_p.shape[1]}: "
                 f"use the first {log_p.shape[1]} rows of the draft's lm_head"
             )
         return log_p[:, : self._count]
@@ -283,7 +283,7 @@ def _gradient(q: Tensor, outputs: Tensor | None, pull: Float[Tensor, "rows outco
 # --- matrix products: chunks of logits sized for the device, and their gradients --------------------------------------
 
 CHUNK_BYTES = 128 * 2**20
-"""Size of a chunk's logits on a CPU: smaller chunks slow down products, and larger ones only take memory."""
+"""Size of a chunk's logits on a CPU: smaller chunks slow down products, and larger chunks only take more memory."""
 _GPU_CHUNK_BYTES = 2**30
 _GPU_ROWS, _GPU_COMPARED_ROWS = 4096, 1024
 """Rows per chunk that keep a GPU busy, without and with a teacher's logits."""
@@ -310,7 +310,7 @@ def _rows_within(size: int, width: int, itemsize: int) -> int:
 
 
 class Product:
-    """One product of the logits: its input and weight, and their accumulated gradients."""
+    """One of the products that add up to the logits: its input and weight, and their accumulated gradients."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype, learns_hidden: bool, learns: bool) -> None:
         self.hidden, self.weight = hidden.to(dtype), weight.to(dtype)
@@ -346,9 +346,10 @@ def add_product(
     right: Float[Tensor, "rows hidden"],
     onto: bool,
 ) -> None:
-    """Add ``left @ right`` to fp32 or fp64 sums, or overwrite the sums unless ``onto``.
+    """Add ``left @ right`` to fp32 or fp64 sums if ``onto``; otherwise overwrite the sums.
 
-    Half-precision products are summed in fp32 and, if the device supports it, not rounded before.
+    Half-precision products are summed in fp32. If the device supports this, they are not rounded before they are
+    summed.
     """
     if left.dtype == sums.dtype:
         torch.addmm(sums, left, right, beta=int(onto), out=sums)

@@ -7,8 +7,8 @@ The tests compare `TokenDivergences` with readable formulas.
 - ``total_variation``: 1 - Σ min(p, q), half of DSpark's L1 distance (2607.05147).
 
 Terms are not scaled by temperature squared. If the draft can write only a set S of tokens, sums run over S and p is not
-renormalised: ``forward_kl`` is p(S) KL(p_S‖q), with p_S the target's distribution on S. The other terms count the rest
-of p as lost.
+renormalised: ``forward_kl`` is p(S) KL(p_S‖q), with p_S the target's distribution on S. The other terms count the
+probability of tokens outside S as lost.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +31,7 @@ class LabelGroups(NamedTuple):
     ends: Int[np.ndarray, " groups"]
     """The number of rows up to and including each group.
 
-    It is on the host, because chunk sizes must not wait for a GPU.
+    The array is on the host, because chunk sizes must not wait for a GPU.
     """
     of_rows: Int[Tensor, " rows"]
     """The group of each row, in increasing order."""
@@ -63,7 +63,7 @@ class GroupedRows:
             first = last
 
     def repeat(self, of_groups: Tensor, groups: slice, rows: slice) -> Tensor:
-        """Repeat values of these groups for each of their rows."""
+        """Repeat the value of each of these groups for each row of the group."""
         if self._groups is None:
             return of_groups
         return of_groups.index_select(0, self._groups.of_rows[rows] - groups.start)
@@ -109,12 +109,12 @@ class Pulled(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """The softmax of some rows, with one exponential per logit (log_softmax needs a second one)."""
+    """The softmax of some rows, with one exponential per logit (log_softmax needs a second exponential)."""
 
     scores: Float[Tensor, "rows outcomes"]
     q: Float[Tensor, "rows outcomes"]
     log_total: Float[Tensor, "rows 1"]
-    """Logsumexp over all outputs; the outcomes may be only some of them."""
+    """Logsumexp over all outputs; the outcomes may be only some of the outputs."""
 
     @staticmethod
     def of(scores: Float[Tensor, "rows outputs"]) -> "Softmax":
@@ -133,8 +133,8 @@ class Softmax(NamedTuple):
 class TokenDivergences:
     """Loss terms of some tokens, from p and q on the outcomes. Shared parts are computed once.
 
-    Without ``weights`` the outcomes are all tokens that the draft can write. With ``weights`` they are a sample with
-    repeats, whose weighted sums estimate sums over all tokens without bias. With a sample, ``forward_kl`` (up to a
+    Without ``weights`` the outcomes are all tokens that the draft can write. With ``weights`` the outcomes are a sample
+    with repeats, whose weighted sums estimate sums over all tokens without bias. With a sample, ``forward_kl`` (up to a
     constant in p(S)) and its gradient are unbiased; ``acceptance``, which is a function of such a sum, converges as the
     sample grows.
     """
@@ -220,10 +220,10 @@ class KnownLogits(NamedTuple):
     tokens: Int[Tensor, "rows known"] | None = None
     """Tokens of the logits; None means the whole vocabulary, in order."""
     log_total: Float[Tensor, " rows"] | None = None
-    """Logsumexp over the whole vocabulary; present if ``tokens`` is."""
+    """Logsumexp over the whole vocabulary; present if ``tokens`` is present."""
     drawn: int = 0
     """The last ``drawn`` of ``tokens`` are a sample, drawn with replacement by the target's probabilities from all
-    tokens except the other ones in ``tokens``.
+    tokens that do not come earlier in ``tokens``.
     """
 
     def block(self, rows: slice) -> "KnownLogits":
@@ -298,15 +298,15 @@ class HiddenTeacher(NamedTuple):
 
 
 class SampledTailTeacher(NamedTuple):
-    """The target's k best logits, and a sample of the others that keeps losses and gradients unbiased.
+    """The target's k best logits, and a sample of the other logits that keeps losses and gradients unbiased.
 
     The k best tokens are exact. From the other tokens, called the tail, n tokens were drawn with replacement by the
     target's probabilities. A drawn token of probability p has weight P / (n p), where P is the total probability of the
     tail. With these weights, sums over the vocabulary are unbiased, and so are ``forward_kl`` and its gradient q - p',
     with Σ p' = 1. ``acceptance``, which is a function of such a sum, converges as P falls or n grows. If the draft can
     write only some tokens, the value of ``forward_kl`` also converges, but its gradient does not. Sparse Logit Sampling
-    (2503.16870) explains the bias of top-k alone. The ``known`` logits, the sampled ones last, are already divided by
-    ``temperature``, which must equal the temperature of the loss.
+    (2503.16870) explains why the k best logits alone are biased. The ``known`` logits, with the sampled logits last,
+    are already divided by ``temperature``, which must equal the temperature of the loss.
     """
 
     known: KnownLogits
@@ -321,6 +321,6 @@ class SampledTailTeacher(NamedTuple):
         if temperature != self.temperature:
             raise UserError(
                 f"the loss has temperature {temperature:g} but the target's logits were stored at "
-                f"{self.temperature:g}: set the temperature to {self.temperature:g}, or store them again"
+                f"{self.temperature:g}: set the temperature to {self.temperature:g}, or store the logits again"
             )
         return self.known.block(slice(start, stop))

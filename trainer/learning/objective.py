@@ -21,7 +21,9 @@ GreedyTexts = Callable[[], Sequence[tuple[Sequence[int], int]]]
 def rank_shares(
     by_depth: Iterable[tuple[int, Int[Tensor, " labels"], Float[Tensor, "labels vocab"]]], depths: int
 ) -> list[list[float]]:
-    """Return shares: ``[d][r]`` is the share of labels at depth d that have rank r in the logits (both from 0)."""
+    """Return shares: ``[d][r]`` is the share of labels at depth d that have rank r in the logits (d and r count from
+    0).
+    """
     counts, totals = torch.zeros(depths, FITTED_RANKS), torch.zeros(depths, 1)
     for depth, labels, logits in by_depth:
         values, best = logits.topk(min(FITTED_RANKS, logits.shape[-1]))
@@ -45,7 +47,7 @@ class TermSums(NamedTuple):
 
     @staticmethod
     def of(losses: Tensor, hits: Tensor, scale: Float[Tensor, " terms"] | None) -> "TermSums":
-        """Weight differentiable losses by ``scale`` (None: 1)."""
+        """Weight differentiable losses by ``scale``, or by 1 if ``scale`` is None."""
         return TermSums(losses.detach(), hits.detach(), (losses if scale is None else losses * scale).sum())
 
     @staticmethod
@@ -76,7 +78,8 @@ class Objective(Protocol):
         """Return the weight of each term at a step (from 0)."""
 
     def rates(self, step: int) -> Mapping[str, float]:
-        """Return learning-rate factors at a step by parameter-name prefix; ``""`` covers all others.
+        """Return the factors of the learning rate at a step, by prefix of the parameters' names; ``""`` is for all
+        other parameters.
 
         The keys are the optimizer's groups, so they are the same at every step.
         """
@@ -85,7 +88,7 @@ class Objective(Protocol):
         """Return the number of labels of each term in this batch, at a step (from 0)."""
 
     def prefetch(self, batch: Batch, step: int) -> Any:
-        """Prepare the inputs of a batch on the host that need no model, such as rows from disk.
+        """Prepare, on the host, the inputs of a batch that need no model, such as rows from disk.
 
         This runs in a thread while another micro batch trains. Tensors in tuples and mappings are moved to the device.
         """
@@ -93,14 +96,15 @@ class Objective(Protocol):
     def inputs(self, batch: Batch, step: int, prefetched: Any = None) -> tuple[Any, ...]:
         """Run the frozen models without gradients; return the arguments for the module.
 
-        ``prefetched`` is the result of `prefetch` for the same batch, on its device; None: it is computed here.
+        ``prefetched`` is the result of `prefetch` for the same batch, on the batch's device; if it is None, `prefetch`
+        is called here.
         """
 
     def drafter(self) -> Drafter:
         """Return a drafter with the module's current weights."""
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:
-        """Fit the tree of finished heads or a finished draft, if it has one, to texts by the target."""
+        """Fit the tree of finished heads or of a finished draft to texts by the target; without a tree, do nothing."""
 
     def save(self, folder: Path) -> None:
         """Write the trained weights in the format that decoding loads."""

@@ -1,4 +1,4 @@
-"""Timing of training steps, and of the waits for data and for the target in them."""
+"""Timing of training steps, and of the waits in these steps for data and for the target."""
 
 import time
 from collections import Counter
@@ -37,7 +37,7 @@ def span(name: Name) -> Iterator[None]:
 
 
 class Stopwatch:
-    """Timer of this thread's `span` blocks while entered.
+    """Timer of the `span` blocks that this thread runs inside the context of the timer.
 
     A GPU is timed by events in its queue. Events are read only after the GPU has passed them, so nothing waits.
     """
@@ -55,7 +55,7 @@ class Stopwatch:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        assert self._token is not None, "it was entered"
+        assert self._token is not None, "the stopwatch was entered"
         _watch.reset(self._token)
 
     def step(self) -> StepTimes | None:

@@ -8,7 +8,7 @@ from decoding.errors import UserError
 
 
 class Section(BaseModel):
-    """Part of a recipe; an unknown key or a value out of range is a ValidationError."""
+    """Part of a recipe; an unknown key or a value out of range raises a ValidationError."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -28,9 +28,9 @@ class DataSection(Section):
     format: Literal["auto", "text", "messages", "sharegpt", "prompt_answer"] = "auto"
     text_field: str = "text"
     prompt_field: str | None = None
-    """None means the first field of a row that is in `decoding.fields.PROMPT_FIELDS`."""
+    """None means the first field of a row that is listed in `decoding.fields.PROMPT_FIELDS`."""
     answer_field: str | None = None
-    """None means the first field of a row that is in `decoding.fields.ANSWER_FIELDS`."""
+    """None means the first field of a row that is listed in `decoding.fields.ANSWER_FIELDS`."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template."""
     chat_template_kwargs: dict[str, bool | int | float | str | None] = {}
@@ -47,13 +47,13 @@ class DataSection(Section):
     streaming: bool = False
     """Read hub data sets over the network and store only their tokens. Local files are never copied."""
     source: str | None = None
-    """Origin of rows from files, for the model card: ORG/NAME of a hub data set, or a few words."""
+    """For rows from files, the origin that the model card states: ORG/NAME of a hub data set, or a few words."""
     license: str | None = None
     """Licence of the rows, for the model card only, such as ``mit``."""
 
 
 def _fast_dtype() -> str:
-    from decoding.dtypes import fast_dtype  # imports torch, which is too slow for a recipe with a mistake
+    from decoding.dtypes import fast_dtype  # torch is slow to import, so this waits until a recipe needs it
 
     return fast_dtype()
 
@@ -76,8 +76,8 @@ class TrainingSection(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     mixed_precision: Annotated[Literal["fast", "no", "bf16"], Field(validate_default=True)] = "fast"
-    """``bf16``: products in bf16 of fp32 weights. ``no``: fp32 without TF32, which is slow on a GPU. ``fast``: ``bf16``
-    if the device supports it natively, otherwise ``no``."""
+    """``bf16``: weights are fp32, and products are computed in bf16. ``no``: fp32 without TF32, which is slow on a GPU.
+    ``fast``: ``bf16`` if the device supports it natively, otherwise ``no``."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
     @field_validator("mixed_precision", mode="before")
@@ -97,17 +97,17 @@ class EvaluationSection(Section):
 
     every: Annotated[int, Field(ge=1)] = 200
     prompts: Annotated[int, Field(ge=0)] = 8
-    """Held-out prompts of an evaluation. With 0 there are neither evaluations nor a fitted tree, and heads keep a
-    chain."""
+    """Number of held-out prompts in an evaluation. With 0 there are no evaluations and no tree is fitted, so heads
+    draft a chain."""
     best_prompts: Annotated[int, Field(ge=8)] = 64
     """Smallest number of prompts in an evaluation with ``keep: best``.
 
-    With fewer than eight prompts there is no interval.
+    With fewer than eight prompts no interval can be computed.
     """
     tree_prompts: Annotated[int, Field(ge=1)] = 64
-    """Number of training prompts.
+    """Number of training prompts that the target answers greedily when the training ends.
 
-    On the target's greedy answers to them, the tree of finished heads or of a DSpark draft is fitted.
+    The tree of finished heads, or of a finished DSpark draft, is fitted to these answers.
     """
     prompt_tokens: Annotated[int, Field(ge=1)] = 64
     """Number of tokens at the start of a plain text that serve as its prompt."""
@@ -117,10 +117,10 @@ class EvaluationSection(Section):
     processes."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     keep: Literal["last", "best"] = "last"
-    """Weights of the finished run.
+    """The weights that the finished run keeps.
 
     ``last``: the weights of the last step. ``best``: the weights with the most tokens per target pass, if the 95%
-    interval of their gain over the last step excludes 1.
+    interval of the ratio between this figure and the last step's figure excludes 1.
     """
 
     @property
@@ -143,7 +143,7 @@ class CheckpointSection(Section):
 
 
 Divergence = Literal["forward_kl", "acceptance", "total_variation"]
-"""Terms that compare the logits with the logits of the target."""
+"""Terms that compare the logits of the draft or head with the logits of the target."""
 Term = Literal["cross_entropy", Divergence]
 """Terms on the logits."""
 
@@ -153,7 +153,8 @@ Weight = Annotated[float, Field(ge=0)]
 class LossSection(Section):
     """Weights of the loss's terms. p is the distribution of the target, and q is the distribution of the draft or head.
 
-    Terms default to 0. If no term is set, heads train on cross_entropy 1 and drafts on forward_kl 1.
+    The default weights are 0. If no term is set, heads train on cross_entropy with weight 1, and drafts on forward_kl
+    with weight 1.
     """
 
     forward_kl: Weight = 0.0
@@ -161,7 +162,7 @@ class LossSection(Section):
     acceptance: Weight = 0.0
     """−log Σ min(p, q). Σ min(p, q) is the per-position acceptance."""
     total_variation: Weight = 0.0
-    """1 − Σ min(p, q). The paper on DSpark uses cross_entropy 0.1 and total_variation 1.8."""
+    """1 − Σ min(p, q). The paper on DSpark uses this term with weight 1.8 and cross_entropy with weight 0.1."""
     cross_entropy: Weight = 0.0
     """Cross entropy on the data's tokens."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -180,7 +181,7 @@ class LossSection(Section):
     @model_validator(mode="after")
     def _a_term_has_a_weight(self) -> "LossSection":
         if not self.mix:
-            raise UserError("every term of the loss has weight 0: set one above 0, such as forward_kl=1")
+            raise UserError("every term of the loss has weight 0: set a weight above 0, such as forward_kl=1")
         return self
 
 
@@ -188,9 +189,9 @@ LOGIT_TERMS: tuple[Term, ...] = get_args(Term)
 
 
 def default_term(term: Term) -> BeforeValidator:
-    """Return the annotation of a `LossSection` field that gives ``term`` weight 1 if no term is set.
+    """Return an annotation for a `LossSection` field, which sets the weight of ``term`` to 1 if no term is set.
 
-    The section itself then records the default, for model cards.
+    The section then contains this default, so model cards show it.
     """
 
     def with_default(given: Any) -> Any:
@@ -206,12 +207,12 @@ class CommonRecipe(Section):
 
     name: str
     target: str
-    """Hub id or folder of the target; ``quickstart`` is the embedded default."""
+    """Hub id or folder of the target; ``quickstart`` is the small model that is installed as a package."""
     dtype: Annotated[Literal["fast", "bf16", "fp16", "fp32"], Field(validate_default=True)] = "fast"
     """The target's dtype; ``fast`` means ``bf16`` if the device supports it natively, otherwise ``fp32``."""
     trust_remote_code: bool = False
     output: str
-    """Folder of the run: checkpoints/, metrics.jsonl, final/."""
+    """Folder of the run, which gets checkpoints/, metrics.jsonl and final/."""
     data: DataSection
     training: TrainingSection
     evaluation: EvaluationSection = EvaluationSection()
@@ -232,7 +233,7 @@ class CommonRecipe(Section):
 
     @property
     def store(self) -> tuple[str, str] | None:
-        """Key and value of the folder for stored features or logits; None if nothing is stored."""
+        """The key and the path of the folder for stored features or logits; None if nothing is stored."""
         return None
 
     def without_store(self) -> Self:

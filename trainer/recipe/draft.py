@@ -15,19 +15,21 @@ class FromTargetSection(Section):
     """A draft made from the target's embeddings and some of its layers."""
 
     layers: Annotated[int, Field(ge=1)] | tuple[int, ...] = 1
-    """The number of layers, which are evenly spaced; or a list of indices from 0, where negative indices count from the
-    end.
+    """A number of layers, which are evenly spaced, or a list of layer indices. Indices begin at 0, and negative indices
+    count from the end.
     """
 
 
 class InitSection(Section):
-    """Initial weights of a draft: set one of three fields. By default, one layer of the target."""
+    """Initial weights of a draft: set one of three fields. By default, the draft starts as one layer of the target."""
 
     from_target: FromTargetSection | None = None
     from_model: str | None = None
     """Hub id or folder of a small model with the target's tokenizer."""
     from_config: dict[str, Any] | None = None
-    """Random weights in the target's architecture. Set the config keys that differ, such as num_hidden_layers."""
+    """Random weights in the target's architecture. Set the config keys that differ from the target's config, such as
+    num_hidden_layers.
+    """
 
     @model_validator(mode="after")
     def _one_is_given(self) -> "InitSection":
@@ -49,8 +51,8 @@ class PolicySection(Section):
     """Relative shares of the three sources of answers in each step.
 
     Prompts always come from the data. ``offline``: answers in the data · ``target``: new answers by the target ·
-    ``loop``: new answers by target and draft in the speculative loop, of which ``loop_trains`` selects the trained
-    tokens (Draft-OPD, 2605.29343).
+    ``loop``: new answers that target and draft write together in the speculative loop; ``loop_trains`` selects which of
+    their tokens are trained (Draft-OPD, 2605.29343).
     """
 
     offline: Weight = 0.0
@@ -67,7 +69,7 @@ class PolicySection(Section):
     every: Annotated[int, Field(ge=1)] = 1
     """Generate the texts for this many steps together, with the draft as it is before the first of these steps."""
     batch_size: Annotated[int, Field(ge=1)] = 64
-    """Texts that a process decodes together."""
+    """Number of texts that a process decodes together."""
 
     @property
     def shares(self) -> dict[str, float]:
@@ -92,22 +94,23 @@ _SOURCES = ("offline", "target", "loop")
 
 
 class TeacherSection(Section):
-    """The target's logits, written to disk once: the largest ones, and a sample of the others that keeps gradients
-    unbiased.
+    """The target's logits, written to disk once: the largest logits, and a sample of the other logits that keeps
+    gradients unbiased.
     """
 
     folder: str
     top_k: Annotated[int, Field(ge=1)] = 48
     tail: Annotated[int, Field(ge=1)] = 12
-    """Tokens drawn from the rest of the distribution, with the target's probabilities."""
+    """Number of tokens drawn from the rest of the distribution, with the target's probabilities."""
     shard_tokens: Annotated[int, Field(ge=1024)] = 1_048_576
 
 
 class DSparkSection(Section):
-    """A DSpark draft (2607.05147): K tokens per forward pass, from the target's states after several layers.
+    """A DSpark draft (2607.05147), which writes K tokens per forward pass and reads the target's states after several
+    layers.
 
-    It uses the target's embedding and lm_head, and by default the same widths as the target. ``draft.init.from_model``
-    names an existing draft to train further.
+    The draft uses the target's embedding and lm_head, and by default the same widths as the target.
+    ``draft.init.from_model`` names an existing draft to train further.
     """
 
     layers: Annotated[int, Field(ge=1)] = 2
@@ -116,29 +119,29 @@ class DSparkSection(Section):
     taps: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Layers of the target (from 0) whose output the draft reads.
 
-    None: three evenly spaced layers, or five if the target has at least 24.
+    None: three evenly spaced layers, or five if the target has at least 24 layers.
     """
     intermediate_size: Annotated[int, Field(ge=1)] | None = None
     """Width of the feed-forward layers; None means the same width as in the target."""
     rope_theta: Annotated[float, Field(gt=0)] | None = None
     """Base of the rotary embeddings' wavelengths.
 
-    None means the target's base, with the target's scaling if that is linear or yarn.
+    None means the target's base, with the target's scaling if this scaling is linear or yarn.
     """
     rms_norm_eps: Annotated[float, Field(gt=0)] | None = None
     """Epsilon of the norms; None means the target's epsilon."""
     markov_rank: Annotated[int, Field(ge=0)] = 256
-    """Rank of a bias on the logits, which makes each token depend on the previous one. 0 means no bias (DFlash)."""
+    """Rank of a bias on the logits, which makes each token depend on the previous token. 0 means no bias (DFlash)."""
     confidence: bool | None = None
     """Train a head that predicts the acceptance of each token.
 
-    Drafting here does not use this head. None: train it only if there is a bias, because servers reject such a head in
-    a DFlash draft.
+    Headstart's own decoding does not use this head. None: train the head only if the draft has a bias, because servers
+    reject such a head in a DFlash draft.
     """
     sample_from_anchor: bool = True
     """True: the slot of the newest token predicts the next token.
 
-    False: each mask slot predicts the token at its own position, which takes one more slot.
+    False: each mask slot predicts the token at its own position, so the draft needs one more slot.
     """
     fit_tokens: Annotated[int, Field(ge=0)] = 32_768
     """The bias of a new draft starts as the target's mean state after each token, measured on this many tokens of the
@@ -146,27 +149,27 @@ class DSparkSection(Section):
     """
     mask_token: str | None = None
     """A token that never occurs in texts. None means the padding token, or another token that no row contains. YAML
-    reads ~ as null: quote it, as in mask_token='"~"' on a command line."""
+    reads ~ as null: quote this token, as in mask_token='"~"' on a command line."""
     anchors: Annotated[int, Field(ge=1)] = 24
     """Number of positions in each sequence after which blocks are trained; they are drawn again at every step."""
     decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Weight of each token's loss relative to the weight of the previous token. The paper uses exp(-1/4) = 0.78."""
     tree_nodes: Annotated[int, Field(ge=0)] = 16
     """Number of drafted nodes in the tree that is fitted to the finished draft on greedy texts of the target; 0 means a
-    chain. Servers, and evaluations during training, draft chains.
+    chain. In servers, and in evaluations during training, the draft writes chains.
     """
 
 
 class Eagle3Section(Section):
     """An EAGLE-3 draft (2503.01840): one layer that continues from the target's states, token by token.
 
-    It uses the target's embedding, and its lm_head starts as a copy of the target's lm_head. ``draft.init.from_model``
-    names an existing draft to train further.
+    The draft uses the target's embedding, and its lm_head starts as a copy of the target's lm_head.
+    ``draft.init.from_model`` names an existing draft to train further.
     """
 
     steps: Annotated[int, Field(ge=1)] = 5
     """Number of unrolled steps (``training-time test``): how many tokens after a position are trained, each from the
-    draft's own state at the previous token. EAGLE uses 7 steps, and speculators uses 3.
+    draft's own state at the previous token. EAGLE uses 7 steps, and the library speculators uses 3.
     """
     taps: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Layers of the target (from 0) whose output the draft reads.
@@ -188,10 +191,11 @@ class DraftSection(Section):
 
     init: InitSection = InitSection()
     vocabulary: Annotated[int, Field(ge=2)] | None = None
-    """Number of different tokens that the draft can write: the most frequent ones in training answers.
+    """Number of different tokens that the draft can write: the most frequent tokens in training answers.
 
-    None means all tokens. The draft reads all tokens in any case. If the target has many tokens, writing fewer makes
-    drafting and training cheaper. SGLang does not load such a DSpark draft, but it loads such EAGLE-3 drafts.
+    None means all tokens. The draft reads all tokens in any case. If the target has many tokens, a draft that writes
+    fewer tokens is cheaper in drafting and in training. SGLang loads EAGLE-3 drafts that write fewer tokens, but no
+    such DSpark drafts.
     """
     loss: Annotated[LossSection, default_term("forward_kl")] = LossSection(forward_kl=1.0)
     policy: PolicySection = PolicySection()
@@ -214,7 +218,7 @@ class DraftSection(Section):
         if self.teacher is not None and self.policy.generates:
             raise UserError(
                 "draft.teacher stores the target's logits on the answers in the data, but draft.policy generates new "
-                "ones: set draft.teacher=null, or the shares of target and loop to 0"
+                "answers: set draft.teacher=null, or the shares of target and loop to 0"
             )
         if self.teacher is not None and set(self.loss.mix) == {"cross_entropy"}:
             raise UserError(
@@ -230,8 +234,8 @@ class DraftSection(Section):
             raise UserError("draft.dspark and draft.eagle3 are both given: set one of them to null")
         if self.dspark.markov_rank == 0 and self.dspark.sample_from_anchor:
             raise UserError(
-                "draft.dspark.markov_rank=0 makes a DFlash draft, in which masks predict their own tokens: set "
-                "draft.dspark.sample_from_anchor=false"
+                "draft.dspark.markov_rank=0 makes a DFlash draft, in which each mask predicts the token at its own "
+                "position: set draft.dspark.sample_from_anchor=false"
             )
         if self.dspark.markov_rank == 0 and self.dspark.confidence:
             raise UserError(
@@ -256,7 +260,7 @@ class DraftSection(Section):
             others["init.from_target"] = self.init.from_target
         if given := [name for name, value in others.items() if value is not None]:
             raise UserError(
-                f"draft.{given[0]} does not apply to {kind} draft: set it to null, and set sizes in draft.{name}"
+                f"draft.{given[0]} does not apply to {kind} draft: set this key to null, and set sizes in draft.{name}"
             )
         return self
 
@@ -288,18 +292,18 @@ class DraftRecipe(CommonRecipe):
             return self
         if self.draft.over_states is None:
             raise UserError(
-                "features are for a DSpark or EAGLE-3 draft, and this draft is an ordinary one: set features=null, and "
-                "store logits with draft.teacher instead"
+                "features are for a DSpark or EAGLE-3 draft, but this recipe trains an ordinary draft: set "
+                "features=null, and store logits with draft.teacher instead"
             )
         if self.draft.policy.generates:
             raise UserError(
-                "features store states of the answers in the data, but draft.policy generates new ones: set "
+                "features store states of the answers in the data, but draft.policy generates new answers: set "
                 "features=null, or the shares of target and loop to 0"
             )
         if not self.features.keep_target:
             raise UserError(
-                "features.keep_target=false works for heads only, because this kind of draft uses its target at "
-                "every step: set it to true"
+                "features.keep_target=false works only for heads, because this kind of draft uses its target at "
+                "every step: set features.keep_target=true"
             )
         return self
 

@@ -19,17 +19,18 @@ class HeadsSection(Section):
     shared_lm_head: bool | None = None
     """True: heads consist only of residual blocks and share the target's lm_head, which makes the heads far smaller.
 
-    None: they share it if separate lm_heads would have at least half of the target's size.
+    None: the heads share the target's lm_head if separate lm_heads would be at least half as large as the target.
     """
     vocabulary: Annotated[int, Field(ge=1)] | None = None
-    """The heads can write only the most frequent tokens of the data, at most this many, with copies of their rows of
-    the target's lm_head, so drafting and training read fewer rows. Requires ``shared_lm_head``. None means all tokens.
+    """Largest number of tokens that the heads can write: the most frequent tokens of the data. The heads get copies of
+    the rows of the target's lm_head for these tokens, so drafting and training read fewer rows. Requires
+    ``shared_lm_head``. None means all tokens.
     """
     fit_tokens: Annotated[int, Field(ge=0)] = 32_768
     """New heads with a Markov bias start as a regression of the target's states, on this many tokens of the data
-    (`trainer.target.initial`). With 0 they start near the target's own prediction. Heads of Medusa-2 and heads on
+    (`trainer.target.initial`). With 0 the heads start near the target's own prediction. Heads of Medusa-2 and heads on
     targets that scale their logits always start near this prediction, and heads with ``init`` start as the heads that
-    it names.
+    ``init`` names.
     """
     init: str | None = None
     """Folder or hub id of heads to start from, such as a Medusa-1 run's final/."""
@@ -39,8 +40,8 @@ class HeadsSection(Section):
     """``sine``: the heads' weights rise as sin(step / steps · π/2)."""
     loss: Annotated[LossSection, default_term("cross_entropy")] = LossSection(cross_entropy=1.0)
     tree_nodes: Annotated[int, Field(ge=1, le=4096)] = 16
-    """Number of drafted nodes in the tree, which is chosen at the end by the heads' measured accuracies. At most
-    4096."""
+    """Number of drafted nodes in the tree, at most 4096. The tree is chosen at the end of training, by the measured
+    accuracies of the heads."""
 
 
 class AdaptersSection(Section):
@@ -55,7 +56,9 @@ class AdaptersSection(Section):
     heads_first_steps: Annotated[int, Field(ge=0)] = 0
     """Number of first steps that train only the heads, before the adapters join."""
     base_loss: Literal["cross_entropy", "forward_kl"] = "cross_entropy"
-    """Loss of the target's next token: cross entropy on the data, or the KL from the target without adapters."""
+    """Loss of the target's next token: cross entropy on the data, or the KL divergence from the target without
+    adapters.
+    """
     base_weight: Annotated[float, Field(ge=0)] = 1.0
     heads_weight: Annotated[float, Field(gt=0)] = 0.2
     """Factor on every head's weight once the adapters have joined."""
@@ -68,7 +71,9 @@ StatesDtype = Literal["target", "bf16", "int8"]
 
 
 class FeaturesSection(Section):
-    """The target's hidden states, written to disk once and read instead of running the target at every step."""
+    """The target's hidden states, which are written to disk once. Training reads these states, so the target need not
+    run at every step.
+    """
 
     folder: str
     states: StatesDtype = "target"
@@ -77,8 +82,8 @@ class FeaturesSection(Section):
     """
     shard_tokens: Annotated[int, Field(ge=1024)] = 262_144
     keep_target: bool = True
-    """True keeps the target in memory for evaluations during training. False releases it once the features are written
-    or checked, and reloads it at the end."""
+    """True keeps the target in memory for evaluations during training. If False, the target is released from memory
+    once the features are written or checked, and reloaded at the end."""
 
 
 class MedusaRecipe(CommonRecipe):
@@ -100,7 +105,7 @@ class MedusaRecipe(CommonRecipe):
     def _features_are_of_a_frozen_target(self) -> "MedusaRecipe":
         if self.adapters is not None and self.features is not None:
             raise UserError(
-                "adapters change the target, so stored features would be out of date: use only one of the two"
+                "adapters change the target, so stored features would be out of date: use only one of these sections"
             )
         if self.evaluation.keep == "best" and self.features is not None and not self.features.keep_target:
             raise UserError(

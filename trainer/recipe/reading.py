@@ -27,7 +27,7 @@ _KINDS: dict[str, type[AnyRecipe]] = {
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
-    """Read a recipe and apply ``section.key=value`` overrides. Mistakes raise one-sentence UserErrors."""
+    """Read a recipe and apply ``section.key=value`` overrides. A mistake raises a UserError of one sentence."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"recipe {path} does not exist: use a YAML file, such as recipes/quickstart/medusa1.yaml")
@@ -59,9 +59,11 @@ def _parsed(overrides: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> list[dict[Any, Any]]:
-    """Return the contents of a file and its bases, the lowest base first; ``base`` is relative to the file's folder."""
+    """Return the contents of a file and its bases, the lowest base first; a path in ``base`` is relative to the folder
+    of its file.
+    """
     if path.resolve() in above:
-        raise UserError(f"the bases of {path} lead back to it, through {len(above)} recipes: use another base")
+        raise UserError(f"the bases of {path} lead back to this recipe, through {len(above)} recipes: use another base")
     try:
         content = read_yaml(path.read_text(encoding="utf-8"))
     except ValueError as error:  # UnicodeDecodeError is a ValueError
@@ -74,7 +76,7 @@ def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> list[dict[Any, Any]
     if base is None:
         return [content]
     if not (path.parent / str(base)).is_file():
-        raise UserError(f"{path}: its base {base!r} does not exist: use the path of a recipe from {path.parent}")
+        raise UserError(f"{path}: the base {base!r} does not exist: use the path of a recipe from {path.parent}")
     return [*_with_bases(path.parent / str(base), (*above, path.resolve())), content]
 
 
@@ -98,7 +100,7 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         if others := [other for other, recipe in _KINDS.items() if not location[1:] and name in recipe.model_fields]:
             kind = first["loc"][0]
-            return f"{name!r} is for recipes of kind {' or '.join(others)}, but this is a {kind} recipe: omit it"
+            return f"{name!r} is for recipes of kind {' or '.join(others)}, but this is a {kind} recipe: omit this key"
         valid = _valid_keys(str(first["loc"][0]), location[:-1])
         nearest = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.4)
         remedy = f"did you mean {nearest[0]!r}?" if nearest else f"valid keys are {', '.join(valid)}"
@@ -130,7 +132,7 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML reader that has no dates, reads 1e-3 as a number (YAML 1.2) and rejects repeated keys.
+    """YAML reader that leaves dates as text, reads 1e-3 as a number (YAML 1.2) and rejects repeated keys.
 
     A key next to ``<<: *anchor`` replaces the same key of the anchor's mapping.
     """

@@ -27,16 +27,18 @@ def check_launch(accelerator: Accelerator, section: TrainingSection) -> None:
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED and section.optimizer == "muon":
         raise UserError(
-            "training.optimizer=muon needs 2 optimizers, but DeepSpeed accepts one: set training.optimizer=adamw, or "
-            "launch without DeepSpeed"
+            "training.optimizer=muon needs 2 optimizers, but DeepSpeed accepts only one: set training.optimizer=adamw, "
+            "or launch without DeepSpeed"
         )
 
 
 class Runner:
-    """A module and its optimizers, wrapped for one process, DDP or FSDP2, with gradients and steps of plain PyTorch."""
+    """A module and its optimizers, wrapped for one process, DDP or FSDP2; gradients and steps are computed by plain
+    PyTorch.
+    """
 
     module: nn.Module
-    """The wrapped module. Its gradients are averaged over the processes."""
+    """The wrapped module, whose gradients are averaged over the processes."""
     engine: Any = None
     """DeepSpeed's engine, or None."""
 
@@ -68,7 +70,7 @@ class Runner:
         return whole
 
     def step(self) -> list[float]:
-        """Step the optimizers and set the gradients to zero; return their norm if `clip` did not."""
+        """Step the optimizers and set the gradients to zero; return the gradients' norm if `clip` did not return it."""
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -154,7 +156,7 @@ def whole_parameters(accelerator: Accelerator, module: nn.Module) -> Iterator[No
 
 @contextmanager
 def _kept_whole_by_state_dicts(module: nn.Module) -> Iterator[None]:
-    """Remove FSDP2's hooks, which shard the whole module again when ``state_dict`` is called on any part.
+    """Remove FSDP2's hooks, which shard the whole module again when ``state_dict`` is called on any part of it.
 
     Copies that are made inside the context have no such hooks either; otherwise saving a copy would shard the original.
     """
@@ -186,19 +188,19 @@ _OVER_VOCABULARY = {
     *("embed_tokens", "embed_in", "embed_out", "embedding", "word_embeddings", "wte", "wpe", "lm_head"),
     *("markov", "confidence"),
 }
-"""Names of embeddings and output layers in transformers, and of a draft's Markov bias and confidence. The confidence
-has a single row, so there is nothing to orthogonalise."""
+"""Names of embeddings and output layers in transformers, and of a draft's Markov bias and confidence head. The
+confidence head has a single row, so there is nothing to orthogonalise."""
 
 PREFIX = "prefix"
-"""Key of a parameter group for the prefix that its parameters' names share."""
+"""Key, in a parameter group, of the prefix with which the names of the group's parameters begin."""
 
 
 def build_optimizers(module: nn.Module, section: TrainingSection, prefixes: Collection[str] = ("",)) -> list[Optimizer]:
-    """Build AdamW for all trained parameters, or Muon for inner matrices and AdamW for all others.
+    """Build AdamW for all trained parameters, or Muon for inner matrices and AdamW for all other parameters.
 
     AdamW keeps embeddings and output layers, because each of their rows belongs to a token. Muon's step is scaled to
-    the size of AdamW's, so both use the same learning rate. A parameter joins the group of the longest of ``prefixes``
-    that its name starts with.
+    the size of AdamW's step, so both use the same learning rate. A parameter joins the group of the longest of
+    ``prefixes`` that its name starts with.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if section.optimizer == "adamw":
@@ -231,7 +233,7 @@ def _adamw(groups: list[dict[str, Any]], section: TrainingSection) -> Optimizer:
         lr=section.learning_rate,
         betas=(0.9, section.adam_beta2),
         weight_decay=section.weight_decay,
-        fused=True,  # this takes a fifth of the time on a CPU
+        fused=True,  # the fused step takes a fifth of the time on a CPU
     )
 
 
@@ -247,10 +249,11 @@ _LEAST_NORM = 1e-7
 class Muon(Optimizer):
     """Muon (Jordan et al. 2024), which moves matrices along their orthogonalised momentum.
 
-    It is `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"`` and a choice of dtype, for 2-D parameters.
+    This optimizer is `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"`` and a choice of dtype, for 2-D
+    parameters.
 
     `torch.optim.Muon` always orthogonalises in bf16. On a processor without bf16 products, this took 15 times as long
-    as the rest of a training step. ``dtype`` None means the device's fast dtype.
+    as the rest of a training step. If ``dtype`` is None, Muon uses the device's fast dtype.
     """
 
     def __init__(

@@ -35,9 +35,9 @@ CRITERION = "tokens_per_pass"
 class Evaluator:
     """The real decoding loop, which decodes the same prompts with the same seeds in the same batches every time.
 
-    Batches are distributed over the accelerator's processes (None: one process). All processes must call each method
-    together, and all get the same result. The result does not depend on the number of processes: each prompt keeps its
-    seed and its batch, because in bf16 the other texts in a batch can decide near-ties.
+    Batches are distributed over the accelerator's processes; without an accelerator there is one process. All processes
+    must call each method together, and all get the same result. The result does not depend on the number of processes:
+    each prompt keeps its seed and its batch, because in bf16 the other texts in a batch can decide near-ties.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Evaluator:
         return heldout_prompts(dataset.firsts, count, section.prompt_tokens, longest)
 
     def evaluate(self, objective: Objective) -> Evaluation:
-        """Measure the current weights: tokens per target pass, and per-position acceptance (positions from 1)."""
+        """Measure the current weights: tokens per target pass, and per-position acceptance (positions count from 1)."""
         drafter, target = objective.drafter(), self.target.at_its_fastest()
 
         def count(batch: Sequence[int]) -> Iterator[Row]:
@@ -166,11 +166,12 @@ class Watch:
             self._checkpoints.best = Best(progress, figure, weights, evaluation.texts)
 
     def choose_weights(self, progress: Progress) -> Progress:
-        """Load the weights to keep into the module at the end of training; return the progress that belongs to them.
+        """Load the weights to keep into the module at the end of training; return the progress that belongs to these
+        weights.
 
-        Every process must call this, with whole parameters. The best weights must exceed the last weights by more than
-        the interval of the ratio, paired by prompt, because the best of several figures is a little higher even if all
-        weights are equally good.
+        Every process must call this, with whole parameters. The best weights are kept only if the interval of the ratio
+        between their figure and the last weights' figure, paired by prompt, excludes 1, because the best of several
+        figures is a little higher even if all weights are equally good.
         """
         if self._section.keep == "last":
             return progress

@@ -96,7 +96,7 @@ def _origin(recipe: AnyRecipe, target: StoredTarget, dataset: Dataset, heldout: 
     content["target weights"] = target.fingerprint
     content["training data"] = fingerprint_of_all(example.content() for example in dataset.examples)
     content["held-out data"] = fingerprint_of_all(example.content() for example in heldout.firsts)
-    # The only setting in the section features that changes the run.
+    # ``states`` is the only setting in the section ``features`` that changes the run.
     content["features"] = {"states": recipe.features.states if recipe.features else "target"}
     if isinstance(recipe, DraftRecipe):
         if (start := recipe.draft.init.from_model) is not None:
@@ -117,13 +117,13 @@ def _heads_job(recipe: MedusaRecipe, device: torch.device, process: Process, beg
     heads, said = with_sharing(recipe.heads, model.model)
     process.say(said)
     transform = logit_transform(model.model.config.get_text_config(decoder=True))
-    if recipe.adapters is not None or transform is not None:  # this scale would make the regression of states wrong
+    if recipe.adapters is not None or transform is not None:  # a scale of the logits would spoil the regression
         heads = heads.model_copy(update={"fit_tokens": 0})
     recipe = recipe.model_copy(update={"heads": heads})
     written = None
     if (count := heads.vocabulary) is not None and heads.init is None and count < model.vocab_size:
         if not heads.shared_lm_head:
-            raise UserError(f"heads.vocabulary is {count}, but {said}: set heads.shared_lm_head=true, or leave it out")
+            raise UserError(f"heads.vocabulary is {count}, but {said}: set heads.shared_lm_head=true, or omit this key")
         written = most_frequent_trained(count, model.vocab_size, model, tokenizer, examples, "heads.vocabulary")
     training, features = recipe.training, recipe.features
     torch.manual_seed(training.seed)  # for random initial weights
@@ -196,7 +196,9 @@ def _distillation(recipe: DraftRecipe, target: Target, dataset: Dataset, process
 def _over_states(
     recipe: DraftRecipe, target: Target, dataset: Dataset, process: Process, begins: bool
 ) -> DSparkObjective | Eagle3Objective:
-    """Return the objective of a draft that reads the target's states; print the layers it reads and other choices."""
+    """Return the objective of a draft that reads the target's states; print which layers the draft reads, and other
+    choices.
+    """
     section, examples, seed = recipe.draft, dataset.examples, recipe.training.seed
     draft: DSparkDraft | Eagle3Draft
     if section.dspark is not None:
@@ -209,7 +211,7 @@ def _over_states(
             start_dspark(draft, online, examples, fitted)
         mask = draft.config.mask_token_id
         named = target.tokenizer.convert_ids_to_tokens(mask) or f"token {mask}, which has no text"
-        particular = f"its mask is {named}"
+        particular = f"its mask token is {named}"
     else:
         assert section.eagle3 is not None, "the recipe asks for a draft over states"
         draft = initial_eagle3(target.model, target.tokenizer, section, examples)
@@ -218,12 +220,12 @@ def _over_states(
     process.say(f"the draft reads the target's layers {', '.join(map(str, config.target_layer_ids))}; {particular}")
     if section.dspark is not None and section.dspark.tree_nodes and recipe.evaluation.prompts:
         nodes = section.dspark.tree_nodes
-        process.say(f"evaluations draft chains, as servers do; the finished draft uses a tree of {nodes} here")
+        process.say(f"evaluations use chains, as servers do; the finished draft uses a tree of {nodes} nodes")
     reduced = config.draft_vocab_size not in (None, config.vocab_size)
     say_coverage(process, "the draft", examples, draft.output_tokens if reduced else None)
     if config.head_dim not in GPU_HEAD_DIMS:
         process.say(
-            f"warning: the draft's attention heads are {config.head_dim} wide; on GPUs vLLM and SGLang need 64 or 128"
+            f"warning: the draft's attention heads have width {config.head_dim}; on GPUs vLLM and SGLang need 64 or 128"
         )
     kind = rotary_of(target.model).get("rope_type", "default")
     if kind not in ("default", *SCALED, *(["llama3"] if section.eagle3 else [])):

@@ -34,7 +34,7 @@ _RUN_OF: dict[str, Callable[[Any], str]] = {
     "trackio": lambda run: str(run.name),
     "mlflow": lambda run: str(run.info.run_id),
 }
-"""For each tracker, a function from its run to the name for continuing it later; TensorBoard needs none."""
+"""For each tracker, a function from its run to the name that continues the run later; TensorBoard needs no name."""
 
 
 class Evaluation(NamedTuple):
@@ -46,9 +46,9 @@ class Evaluation(NamedTuple):
 
 
 class Log:
-    """Writer of metrics.jsonl, of the trackers, and of a progress bar (lines if there is no terminal).
+    """Writer of figures to metrics.jsonl, to the trackers and to a progress bar (without a terminal, it prints lines).
 
-    Only the main process has one. The trackers start in `begun`, once all checks have passed.
+    Only the main process writes. The trackers start in `begun`, once all checks have passed.
     """
 
     def __init__(self, recipe: AnyRecipe, accelerator: Accelerator, console: Console) -> None:
@@ -109,8 +109,7 @@ class Log:
     def step(self, progress: Progress, figures: dict[str, float], times: StepTimes | None) -> None:
         """Log a step's figures; if its time is known, also its speed and the target's share of the time.
 
-        In tokens per second, each trained token of the texts counts once, even if heads or a draft predict it several
-        times.
+        The speed counts each trained token of the texts once, even if heads or a draft predict the token several times.
         """
         tokens, self._tokens = progress.tokens - self._tokens, progress.tokens
         note = f"loss {figures['loss']:.3f}"
@@ -122,7 +121,7 @@ class Log:
         self._bar.update(progress.step, note=note)
 
     def evaluation(self, progress: Progress, evaluation: Evaluation, step: int | None = None) -> None:
-        """Log and print the held-out figures; ``step`` is the step of the weights if it is not the last."""
+        """Log and print the held-out figures; ``step`` is the step of the weights if they are not the last weights."""
         step, temperature = progress.step if step is None else step, self._recipe.evaluation.temperature
         kept = "the best weights, of " if step < progress.step else ""
         figures = {f"heldout/{name}": value for name, value in evaluation.figures.items()}
@@ -143,7 +142,7 @@ class Log:
             self._tell_trackers(lambda tracker: tracker.log(figures, step=progress.step))
 
     def _start_trackers(self, progress: Progress) -> None:
-        """Start the trackers; a run that resumes continues in the run of each tracker that can do so."""
+        """Start the trackers. If a run resumes, each tracker that can do so continues its earlier record of the run."""
         name, stored = self._recipe.name, self._file.with_name(_RUNS)
         remedy = f"remove {stored} to begin a new run in the trackers"
         runs = read_object(stored, remedy) if progress.step and stored.is_file() else {}
@@ -178,7 +177,7 @@ class Log:
                 self._accelerator.trackers.remove(tracker)
                 self.note(
                     f"warning: {tracker.name} failed ({first_line(error)}), so it gets no more figures until the next "
-                    f"start; {METRICS} has all of them"
+                    f"start; {METRICS} has all figures"
                 )
 
 
@@ -226,7 +225,7 @@ def trackers_of(tracking: Sequence[str] | None) -> list[str]:
 def _is_logged_in() -> bool:
     """Return True if wandb has stored a key, in ~/.netrc or its settings.
 
-    This asks neither the user nor the network.
+    The check asks neither the user nor the network.
     """
     # In a separate process, because a login changes the settings of later runs, and undoing it waits for earlier runs.
     ask = "import sys, wandb; sys.exit(0 if wandb.login(prompt=False, verify=False) else 3)"

@@ -1,11 +1,11 @@
 """A run's state as whole tensors by parameter name, under any launcher.
 
-It consists of the trained parameters, the module's buffers and the optimizers' moments, without a frozen target. Names,
-not positions or devices, identify tensors, so a run may resume under another launcher or number of processes.
+The state consists of the trained parameters, the module's buffers and the optimizers' moments, without a frozen target.
+Names, not positions or devices, identify tensors, so a run may resume under another launcher or number of processes.
 
-`torch.distributed.checkpoint.state_dict` does not fit. It stores tied weights twice, returns whole tensors only on the
-first process, and cannot gather on one process, as an evaluation inside `whole_parameters` does. If a state lacks a
-parameter, the setter there rejects the state or invents one step for the parameter.
+`torch.distributed.checkpoint.state_dict` does not fit, because it stores tied weights twice, returns whole tensors only
+on the first process, and cannot gather on one process, as an evaluation inside `whole_parameters` does. If a state
+lacks a parameter, the setter there rejects the state, or makes up a first step for this parameter.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,8 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def gather_weights(module: nn.Module, engine: Any = None, keep: bool = True) -> Tensors:
     """Return trained parameters and buffers, whole, on the host. Every process must call this.
 
-    ``engine`` is the engine of DeepSpeed, if it trains. Without ``keep`` a process only takes part and returns nothing.
+    ``engine`` is DeepSpeed's engine, if DeepSpeed trains. Without ``keep`` a process only takes part and returns
+    nothing.
     """
     read = _whole if engine is None else _zero_weight
     weights = {name: partial(read, parameter) for name, parameter in trained_parameters(module).items()}
@@ -70,7 +71,7 @@ def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     if differing := sorted(set(tensors) ^ set(weights)):
         raise UserError(
             f"the checkpoint belongs to another model: {len(differing)} tensors differ, such as {differing[0]}. "
-            "Set another output folder in the recipe, or delete this one to start over"
+            "Set another output folder in the recipe, or delete this folder to start over"
         )
     with torch.no_grad():
         for name, tensor in tensors.items():
@@ -80,7 +81,7 @@ def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 def load_moments(
     module: nn.Module, optimizers: Sequence[Optimizer], moments: Mapping[str, Tensor], engine: Any = None
 ) -> None:
-    """Load gathered moments into the optimizers of a wrapped module; without moments do nothing."""
+    """Load gathered moments into the optimizers of a wrapped module; if there are no moments, do nothing."""
     if not moments:
         return
     by_parameter: dict[str, Tensors] = {}
@@ -125,8 +126,8 @@ def _sharded(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
 
 
-# DeepSpeed's ZeRO joins the parameters of a group into one flat fp32 tensor; each process steps one part. DeepSpeed
-# has functions to read and write it by parameter. All parameters of a group share one step count.
+# DeepSpeed's ZeRO joins the parameters of a group into one flat fp32 tensor; each process steps one part. DeepSpeed has
+# functions to read and write this tensor by parameter. All parameters of a group share one step count.
 
 
 def _zero_weight(parameter: nn.Parameter) -> Tensor:
@@ -196,7 +197,7 @@ def _load_zero_moments(module: nn.Module, engine: Any, moments: Mapping[str, Ten
 def _own_part(value: Tensor, parameter: Any) -> Tensor:
     """Return this process's part of a tensor as ZeRO-3 cuts it, padded if the parts are uneven.
 
-    DeepSpeed's setter of whole tensors reads past the end of an uneven one.
+    If the parts are uneven, DeepSpeed's setter of whole tensors reads past the end of the tensor.
     """
     size = parameter.ds_tensor.numel()
     start = torch.distributed.get_rank() * size

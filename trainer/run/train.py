@@ -60,7 +60,7 @@ def choose_tree(job: Job, evaluator: Evaluator | None) -> None:
 
     Every process must call this, and the tree is the same on all processes.
     """
-    job.objective.module.eval()  # release the module as well, because it may contain the target
+    job.objective.module.eval()  # the module may contain the target, which decodes in evaluation mode
     if evaluator is not None:
         job.objective.choose_tree(evaluator.target, lambda: evaluator.greedy_texts(job.dataset))
 
@@ -70,8 +70,9 @@ def finish(
 ) -> None:
     """Write the artefact with its provenance, whole or not at all.
 
-    ``launch``: further entries of the provenance. The recipe in it has the settings of the last trained
-    steps; settings may have changed since then. Raises UserError if a weight is not finite in the dtype written.
+    ``launch``: further entries of the provenance. The recipe in the provenance has the settings of the last trained
+    steps, because settings may have changed since then. Raises UserError if a weight is not finite in the dtype in
+    which it is written.
     """
     stretches = [stretch for stretch in stretches if stretch["first_step"] < progress.step]
     training = job.recipe.training
@@ -84,7 +85,7 @@ def finish(
         for path in sorted(folder.rglob("*.safetensors")):
             with safe_open(path, framework="pt") as stored:
                 for name in stored.keys():  # noqa: SIM118  # not a mapping
-                    remedy = "lower training.learning_rate, or set dtype to one with a wider range, such as bf16"
+                    remedy = "lower training.learning_rate, or set dtype to a type with a wider range, such as bf16"
                     check_finite({name: stored.get_tensor(name)}, f"the new {path.name}", remedy)
         (folder / FILE_NAME).write_text(json.dumps(made_from, indent=2) + "\n")
 
@@ -115,7 +116,7 @@ def consolidate(checkpoint: Path, destination: Path, trust_remote_code: bool = F
 
 
 def _provenance(recipe: AnyRecipe, job: Job, progress: Progress, launch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the provenance as plain JSON values. It contains no secrets, because a recipe has none."""
+    """Return the provenance as plain JSON values. The provenance contains no secrets, because a recipe has none."""
     content = recipe.model_dump(mode="json")
     heads, draft = content.get("heads") or {}, (content.get("draft") or {}).get("init") or {}
     models = {
@@ -148,7 +149,7 @@ def _provenance(recipe: AnyRecipe, job: Job, progress: Progress, launch: Mapping
 
 def _about(dataset: Dataset, section: DataSection) -> dict[str, Any]:
     """Describe a data set: digest, rows, commit, the prompts to which its answers belong, source and licence (null if
-    unknown). The source of a hub data set is the id without revision and configuration.
+    they are unknown). The source of a hub data set is the id without revision and configuration.
     """
     hub_id = None if Path(dataset.path).exists() else hub_repository(dataset.path)
     return {
@@ -256,6 +257,6 @@ def _announce(process: Process, job: Job) -> None:
     if job.heldout.sha256 == job.dataset.sha256:
         process.say(not_held_out("data.heldout", "data.train"))
     process.say(
-        f"{recipe.name}: {recipe.kind} for {recipe.target}; {job.trained_numbers / 1e6:.2f}M parameters trained; "
+        f"{recipe.name}: {recipe.kind} for {recipe.target}; {job.trained_numbers / 1e6:.2f}M trained parameters; "
         f"{job.dataset.describe()}; {recipe.training.steps} steps of {recipe.training.batch_size} sequences"
     )

@@ -1,9 +1,9 @@
 """Features: the target's hidden states on disk, which replace runs of the target. See `trainer.target.store`.
 
-A row belongs to one token. For heads, it contains the input of the lm_head, and the weight of the lm_head is stored as
-well. For a DSpark draft, it contains the states after the layers that the draft reads, and after the last layer but
-one. From the latter, the last layer computes the lm_head's input at every step. Any number of heads or drafts can use
-the same features.
+A row belongs to one token. For heads, the row contains the input of the lm_head, and the weight of the lm_head is
+stored as well. For a DSpark draft, the row contains the states after the layers that the draft reads, and after the
+last layer but one. From these last states, the target's last layer computes the lm_head's input at every step. Any
+number of heads or drafts can use the same features.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,9 +38,9 @@ from trainer.target.loading import OnlineTarget, Target, logit_transform
 from trainer.target.store import BATCH_TOKENS, MANIFEST, WEIGHTS, Column, Origin, Store, ensure_store
 
 LARGEST_KL = 0.01
-"""Largest mean change of the target's distribution by stored states that is accepted, in nats."""
+"""Largest accepted change of the target's distribution by stored states: the mean KL divergence, in nats."""
 _MEASURED = 32
-"""Largest number of examples, and of tokens in each, at which this change is measured."""
+"""Largest number of examples in which this change is measured, and of tokens in each example."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class FeatureOrigin(Origin):
         return {"hidden": Column(dtype, (*layers, self.hidden_size))}
 
     def num_rows(self, example: Example) -> int:
-        """Return the number of its tokens."""
+        """Return the number of the example's tokens."""
         return len(example.tokens)
 
     @property
@@ -97,7 +97,7 @@ class FeatureOrigin(Origin):
 
 @dataclass(frozen=True)
 class FeatureWriter:
-    """Writer of features: runs the target without its logits."""
+    """Writer of features: runs the target, but computes no logits."""
 
     target: CausalLM
     origin: FeatureOrigin
@@ -110,7 +110,7 @@ class FeatureWriter:
         """Return the lm_head's weight; raise UserError for an lm_head with a bias."""
         lm_head = self.target.model.get_output_embeddings()
         if getattr(lm_head, "bias", None) is not None:
-            raise UserError("the target's lm_head has a bias, and heads do not support one: use another target")
+            raise UserError("the target's lm_head has a bias, which heads do not support: use another target")
         return {"lm_head": lm_head.weight.detach().cpu().contiguous()}
 
     @torch.inference_mode()
@@ -133,9 +133,9 @@ class FeatureWriter:
 def quantised(
     states: Float[Tensor, "*tokens hidden"],
 ) -> tuple[Int8[Tensor, "*tokens hidden"], Float[Tensor, "*tokens"]]:
-    """Round each state to int8 with an fp32 scale: its largest magnitude over 127.
+    """Round each state to int8 with an fp32 scale: the state's largest magnitude divided by 127.
 
-    ``rounded * scale`` is off by at most half a scale.
+    ``rounded * scale`` differs from the state by at most half a scale.
     """
     wide = states.float()
     scale = wide.abs().amax(-1) / 127
@@ -158,7 +158,7 @@ class FeatureStore(Store[FeatureOrigin]):
         return weight
 
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions *layers hidden"]:
-        """Return the states in the target's dtype on the batch's device; zeros on padding."""
+        """Return the states in the target's dtype on the batch's device; the states of padding are zero."""
         return as_read({name: self._padded(name, batch) for name in self.origin.columns()}, self.origin.torch_dtype)
 
     def _padded(self, name: str, batch: Batch) -> Tensor:
@@ -174,7 +174,7 @@ class StoredFeatures:
     """`trainer.target.loading.HiddenStates` read from disk, without a loaded target."""
 
     def __init__(self, store: FeatureStore, config: PreTrainedConfig, device: torch.device) -> None:
-        """Read ``store`` for training on ``device``; ``config`` is the target's."""
+        """Read ``store`` for training on ``device``; ``config`` is the target's config."""
         self._store = store
         self._device = device
         self.transform = logit_transform(config.get_text_config(decoder=True))
@@ -213,7 +213,7 @@ class LastLayer(OnlineTarget):
     @torch.no_grad()
     def behind(self, batch: Batch, state: Tensor) -> Float[Tensor, "batch positions hidden"]:
         """Return the lm_head's input, from a state of the last layer but one."""
-        # All rows at once, unlike `OnlineTarget.tapped`: ``state`` has all of them.
+        # Unlike `OnlineTarget.tapped`, this runs all rows at once, because ``state`` contains all rows.
         with span("target"), begun_behind(self._model, self._layers, self._last, state, self._in_tuple):
             return lm_head_input(self._model, batch.model_inputs()).to(batch.tokens.device)
 
@@ -237,18 +237,19 @@ class StoredTaps(LastLayer):
 def ensure_features(
     target: Target, examples: Sequence[Example], section: FeaturesSection, process: Process, taps: Sequence[int] = ()
 ) -> FeatureStore:
-    """Write the missing features of these examples and return them all; ``taps`` are the layers that a draft reads.
+    """Write the missing features of these examples, and return all features; ``taps`` are the layers that a draft
+    reads.
 
-    Every process calls this and waits for the others. Raises UserError, before anything is written, if states in the
-    section's dtype would have another distribution than the target's.
+    Every process calls this and waits for the other processes. Raises UserError, before anything is written, if states
+    in the section's dtype would change the target's distribution too much.
     """
     layers = sorted({*taps, target.model.num_layers - 2}) if taps else ()
     origin = FeatureOrigin.of(target.model, target.fingerprint, target.tokenizer, examples, section, layers)
     folder = Path(section.folder)
     writer = FeatureWriter(target.model, origin)
     if origin.columns()["hidden"].dtype != origin.torch_dtype:
-        # The first process looks for the manifest: others may have another disk, and another run may write it
-        # meanwhile.
+        # Only the first process looks for the manifest, because other processes may have another disk, and another run
+        # may write the manifest meanwhile.
         on_first(lambda: None if (folder / MANIFEST).exists() else process.say(_check_rounding(writer, examples)))
     layout = ensure_store(writer, examples, folder, section.shard_tokens, process)
     return FeatureStore(folder, origin, layout)
@@ -256,7 +257,9 @@ def ensure_features(
 
 @torch.inference_mode()
 def rounding_kl(writer: FeatureWriter, examples: Sequence[Example]) -> Float[Tensor, " tokens"]:
-    """Return KL(p‖q) in nats at some tokens of the examples: p is the target's distribution, q the stored states'."""
+    """Return KL(p‖q) in nats at some tokens of the examples: p is the target's distribution, and q the distribution
+    from stored states.
+    """
     origin, target = writer.origin, writer.target
     online = LastLayer(target) if origin.taps else OnlineTarget(target)
     divergences, kinds = [], origin.columns()
@@ -278,11 +281,13 @@ def rounding_kl(writer: FeatureWriter, examples: Sequence[Example]) -> Float[Ten
 
 
 def _check_rounding(writer: FeatureWriter, examples: Sequence[Example]) -> str:
-    """Return how much stored states change the target's distribution, in words; raise UserError above `LARGEST_KL`."""
+    """Return a sentence on how much stored states change the target's distribution; raise UserError if the change
+    exceeds `LARGEST_KL`.
+    """
     divergences, states = rounding_kl(writer, examples), writer.origin.states
     kl = float(divergences.mean())
     told = (
-        f"states in {states} change the target's distribution by {kl:.2g} nats (mean KL of {len(divergences)} tokens)"
+        f"states in {states} change the target's distribution by {kl:.2g} nats (mean KL over {len(divergences)} tokens)"
     )
     if not kl <= LARGEST_KL:
         wider = "bf16" if states == "int8" and writer.origin.dtype != "float16" else "target"

@@ -28,12 +28,12 @@ TURN = 2**32
 _LOGGER = logging.getLogger(__name__)
 _UNDRAFTED = (
     "answers that may grow beyond the draft's context of %s tokens are decoded without drafts: lower --max-new-tokens "
-    "if this is true for most of them"
+    "if this affects most answers"
 )
 
 
 class TargetBackend:
-    """The target in this process, speculating if it has a drafter.
+    """The target in this process, which decodes speculatively if there is a drafter.
 
     Every run of a command decodes the same groups of conversations, so a killed and restarted run writes the same
     answers, bit for bit: in bf16 the other texts of a batch can decide near-ties. A group whose first conversation has
@@ -49,7 +49,7 @@ class TargetBackend:
         batch_size: int,
         user: UserTurn | None = None,
     ) -> None:
-        """With ``user`` the target writes turns that have no messages."""
+        """If a turn has no messages and there is a ``user``, the target writes the turn."""
         self._target, self._tokenizer, self._engine = target, tokenizer, Engine(target, drafter)
         self._user = user
         self._config, self._batch_size, self._warned = config, batch_size, False
@@ -58,7 +58,7 @@ class TargetBackend:
     def outcomes(
         self, conversations: Iterable[OpenConversation], done: Container[AnswerKey], on_tokens: Callable[[int], None]
     ) -> Iterator[list[Outcome]]:
-        """Yield each outcome as soon as it is known. Groups that are done are skipped."""
+        """Yield each outcome as soon as it is known. A group whose answers are all done is skipped."""
         waiting = iter(conversations)
         while group := list(islice(waiting, GROUP * self._batch_size)):
             if any(conversation.key not in done for conversation in group):
@@ -83,7 +83,7 @@ class TargetBackend:
     def _write(self, texts: Sequence["_Text"], seed: int, on_tokens: Callable[[int], None]) -> list[Outcome]:
         """Let the target write the user's next turn of each text.
 
-        End and return the texts whose turn cannot be used.
+        If the turn of a text cannot be used, end the text and return its outcome.
         """
         if not texts:
             return []
@@ -114,7 +114,8 @@ class TargetBackend:
         seed: int,
         on_tokens: Callable[[int], None],
     ) -> Iterator[tuple["_Text", list[int]]]:
-        """Yield each text with its answer's tokens when the text ends; text i is decoded with the seed ``seed + i``.
+        """Yield each text with the tokens of its answer as soon as the answer ends; text i is decoded with the seed
+        ``seed + i``.
 
         Texts that may grow beyond the drafter's context come last and are decoded without drafts.
         """

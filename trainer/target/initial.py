@@ -3,10 +3,10 @@
 First weights of heads and Markov biases are fitted by least squares to the target's own states. An lm_head predicts
 well from inputs that resemble the target's own last states. Therefore this regression is already a speculator: y = A_k
 x + a_k + T[b] for head k, where y is the state from which the target predicts a token, x is the state that the head
-reads, and b is the token before the predicted one. Measured on SmolLM2-135M-Instruct, its acceptance at the first token
-is 0.35 after one pass over 58,000 tokens, where 90 steps of gradient descent from the identity reach 0.27. Training
-starts from there. T is the same for all heads. If its rank is r, it becomes a `decoding.model.markov.MarkovBias` when
-the lm_head is applied.
+reads, and b is the token before the predicted token. Measured on SmolLM2-135M-Instruct, the regression's acceptance at
+the first token is 0.35 after one pass over 58,000 tokens, whereas 90 steps of gradient descent from the identity reach
+0.27. Training starts from this regression. T is the same for all heads. If the rank of T is r, T becomes a
+`decoding.model.markov.MarkovBias` when the lm_head is applied.
 """
 
 from collections.abc import Sequence
@@ -40,10 +40,10 @@ def most_frequent_trained(
 ) -> tuple[int, ...]:
     """Return the most frequent trained tokens below ``known``, and all tokens that end a text.
 
-    ``setting`` is the recipe's name of ``count``, for messages.
+    ``setting`` is the recipe's key for ``count``, which messages name.
     """
     if count > known:
-        raise UserError(f"{setting} is {count} but target and drafter share {known} tokens: lower it")
+        raise UserError(f"{setting} is {count} but target and drafter share only {known} tokens: lower it")
     ends = {*eos_token_ids(target.model, tokenizer)}
     if tokenizer.eos_token_id is not None:
         ends.add(tokenizer.eos_token_id)
@@ -70,9 +70,9 @@ def say_coverage(
 _TOGETHER = 4096
 """Number of tokens that run together, enough to keep a GPU busy."""
 _RIDGE = 0.1
-"""Penalty on A, relative to the mean variance of x; few tokens have to fit a square matrix."""
+"""Penalty on A, relative to the mean variance of x, because few tokens have to fit a square matrix."""
 _SPREAD = 3.0
-"""Root mean square of the embedding of a fitted bias, the same as that of a random one (`MedusaHeads`)."""
+"""Root mean square of the embedding of a fitted bias, the same as in a random bias (`MedusaHeads`)."""
 
 
 class Start(NamedTuple):
@@ -84,7 +84,7 @@ class Start(NamedTuple):
     tokens: Int[Tensor, " known"]
     """The previous tokens b that occur, in increasing order."""
     coefficients: Float[Tensor, "known rank"]
-    """Their rows; the first column is the same for all tokens."""
+    """The rows of T's first factor for these tokens; the first column is the same for all tokens."""
     directions: Float[Tensor, "hidden rank"]
 
 
@@ -99,7 +99,9 @@ class Fit(NamedTuple):
     """T[b]."""
 
     def start(self, rank: int) -> Start:
-        """Approximate T in this rank: one direction is the mean of T, the others are its principal components."""
+        """Approximate T in this rank. One direction is the mean of T's rows, and the others are their principal
+        components.
+        """
         share = (self.counts / self.counts.sum().clamp(min=1))[:, None]
         mean = (share * self.means).sum(0)
         apart = self.means - mean
@@ -117,8 +119,9 @@ class Fit(NamedTuple):
 def fit_states(states: HiddenStates, examples: Sequence[Example], heads: int, most: int) -> Fit:
     """Fit ``heads`` heads on evenly spaced examples with at most about ``most`` tokens; with 0 heads, fit only T.
 
-    T[b] is shrunk towards the mean over all tokens, as if this mean had been seen once more. Each state is read once,
-    and only sums are kept: (hidden, hidden) twice and (known tokens, hidden) for each head.
+    T[b] is shrunk towards the mean over all tokens, as if every token had been seen once more with this mean. Each
+    state is read once. Only sums are kept: for each head, two sums of shape (hidden, hidden) and two sums of shape
+    (known tokens, hidden).
     """
     size, device = sum(len(example.tokens) for example in examples), states.lm_head.device
     chosen = range(0, len(examples), max(1, -(-size // most)))
@@ -165,7 +168,7 @@ class _Sums:
         return _ridge(self.xx - means.T @ self.x, self.xy - means.T @ self.y)
 
     def residual_means(self, of_x: Float[Tensor, "hidden hidden"]) -> Float[Tensor, "tokens hidden"]:
-        """Return each token's mean of y - x A, shrunk."""
+        """Return each token's mean of y - x A, shrunk towards the mean over all tokens."""
         rest = self.y - self.x @ of_x
         overall = rest.sum(0) / self.counts.sum().clamp(min=1)
         return (rest + overall) / (self.counts + 1)[:, None]

@@ -1,4 +1,4 @@
-"""A recipe's target, loaded or only on disk; its hidden states, and its step from lm_head products to logits.
+"""A recipe's target (loaded or only on disk), its hidden states, and its step from lm_head products to logits.
 
 `trainer.target.features` reads the states from disk.
 """
@@ -95,7 +95,7 @@ def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) 
     model = CausalLM(load_model(recipe.target, dtype, chosen, recipe.trust_remote_code))
     reason = why_no_chains(model.model)
     if reason is not None and recipe.evaluation.prompts:
-        raise UserError(f"{reason}, so evaluations cannot verify drafts: set evaluation.prompts=0 to train on it")
+        raise UserError(f"{reason}, so evaluations cannot verify drafts: set evaluation.prompts=0 to train anyway")
     if recipe.data.packing:
         check_documents_are_apart(model.model)
     return model
@@ -108,14 +108,14 @@ class HiddenStates(Protocol):
     """A frozen target's states and lm_head, for training heads."""
 
     transform: LogitTransform | None
-    """Function from the lm_head's products to logits; None if logits are the products."""
+    """Function from the lm_head's products to logits; None if the products are the logits."""
 
     @property
     def lm_head(self) -> Float[Tensor, "vocab hidden"]:
         """The weight of the target's lm_head."""
 
     def read(self, batch: Batch) -> Float[Tensor, "batch positions hidden"] | None:
-        """Return a batch's states from disk, on its device; None if the target must run."""
+        """Return a batch's states from disk, on the device of the batch; None if the target must run."""
 
     def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
         """Run the target; return the lm_head's input, on the batch's device."""
@@ -145,8 +145,8 @@ class OnlineTarget:
     def tapped(self, batch: Batch, taps: Sequence[int], stored: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the lm_head's input and the states after the layers ``taps``, from one run of the target.
 
-        Their shapes are (batch, positions, hidden) and (batch, positions, taps), on the batch's device; the second
-        tensor is empty without taps. ``stored`` is the result of `read` on that device.
+        The two tensors have shapes (batch, positions, hidden) and (batch, positions, taps), on the batch's device; the
+        second tensor is empty without taps. ``stored`` is the result of `read` on the batch's device.
         """
         device = batch.tokens.device  # a target spread over devices may end on another device
         inputs, whole = batch.model_inputs(), list[Tensor]()
@@ -165,7 +165,7 @@ class OnlineTarget:
 
 
 _ENOUGH = 512
-"""Products on a CPU do not get faster with more tokens than this in a forward pass."""
+"""Number of tokens in a forward pass beyond which the products on a CPU do not get faster."""
 
 
 def _of_similar_length(batch: Batch) -> list[tuple[list[int] | slice, int]]:
@@ -189,13 +189,17 @@ def _of_similar_length(batch: Batch) -> list[tuple[list[int] | slice, int]]:
 
 
 def logit_scale(config: PreTrainedConfig) -> float:
-    """Return the factor from the lm_head's products to logits; Cohere multiplies by a number, Granite divides."""
+    """Return the factor from the lm_head's products to logits; Cohere multiplies them by a number, and Granite divides
+    them.
+    """
     factor, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
     return float(factor or 1.0) / float(divisor or 1.0)
 
 
 def logit_transform(config: PreTrainedConfig) -> LogitTransform | None:
-    """Return the function from products to logits (`logit_scale`, Gemma-2's soft cap); None if they are equal."""
+    """Return the function from products to logits (`logit_scale`, Gemma-2's soft cap); None if the products are the
+    logits.
+    """
     scale, cap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
     if cap:
         return lambda logits: torch.tanh(logits * scale / cap) * cap
@@ -209,7 +213,7 @@ def check_logits(model: PreTrainedModel, role: str = "target") -> None:
     Losses are computed from these products, so they would train a wrong distribution.
     """
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise UserError(f"the {role}'s lm_head has a bias, and training does not support one: use another {role}")
+        raise UserError(f"the {role}'s lm_head has a bias, which training does not support: use another {role}")
     tokens = torch.tensor([[0, 1]], device=model.device)
     with capture_lm_head_input(model) as captured:
         logits = model(input_ids=tokens, use_cache=False).logits

@@ -38,8 +38,8 @@ from trainer.processes import ALONE, Process, agreed, on_first
 from trainer.terminal.console import ProgressBar, say
 
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
-BATCH_TOKENS = 8192  # of a forward pass, padding included; one example may be longer
-_LOGITS = 1 << 28  # most logits of a forward pass
+BATCH_TOKENS = 8192  # in a forward pass, including padding; a single example may be longer
+_LOGITS = 1 << 28  # largest number of logits in a forward pass
 _SPARE_BYTES = 1 << 28  # left free on the disk, in addition to a twentieth of the bytes to write
 
 
@@ -56,7 +56,9 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin(ABC):
-    """The origin of a folder, which runs with another origin must not use. Fingerprints are SHA-256 in hexadecimal."""
+    """The origin of a folder. Runs with another origin must not use the folder. Fingerprints are SHA-256 in
+    hexadecimal.
+    """
 
     noun: ClassVar[str]
     """The name of the content in messages."""
@@ -107,7 +109,7 @@ class Origin(ABC):
 
 
 class Writer(Protocol):
-    """Runner of a target that computes a folder's tensors."""
+    """Writer that runs a target and computes a folder's tensors."""
 
     @property
     def origin(self) -> Origin: ...
@@ -151,7 +153,7 @@ class Store(Generic[MadeFrom]):
         self._files: dict[str, Any] = {}
         if missing := _missing(_files(origin, layout), folder, _fingerprint(origin, layout)):
             raise UserError(
-                f"another process has written {missing[0]}, but {folder} here lacks it",
+                f"another process has written {missing[0]}, but {folder} on this machine does not contain this file",
                 f"set {origin.setting} to a folder that all machines share",
             )
 
@@ -226,9 +228,10 @@ def ensure_store(
 ) -> ShardLayout:
     """Write the missing and damaged files of a folder for these examples; return its layout.
 
-    Intact files stay untouched, so this may be killed and called again. Every process calls it, writes a share of the
-    shards, and waits for the others and for other runs writing the same folder. A folder that is complete may be on a
-    disk without locks. Raises UserError if the folder was written with another origin, or the disk is too small.
+    Intact files stay untouched, so a call may be killed and repeated. Every process calls this function, writes a share
+    of the shards, and waits for the other processes and for other runs that write the same folder. A folder that is
+    complete may be on a disk without locks. Raises UserError if the folder was written with another origin, or the disk
+    is too small.
     """
     with ExitStack() as held:
 
@@ -247,7 +250,7 @@ def ensure_store(
 
 
 def _begin(origin: Origin, examples: Sequence[Example], folder: Path, shard_rows: int, process: Process) -> ShardLayout:
-    """Return the layout of a folder, after checking its disk; write the manifest of a new one."""
+    """Check that the disk has room, and return the folder's layout; if the folder is new, write its manifest."""
     lengths = tuple(origin.num_rows(example) for example in examples)
     stored = _read_manifest(folder, origin)
     begun = stored is not None and stored.lengths == lengths
@@ -256,7 +259,7 @@ def _begin(origin: Origin, examples: Sequence[Example], folder: Path, shard_rows
     _check_space(folder, origin, layout)
     rows, size, row = sum(lengths), estimate_bytes(examples, origin), origin.row
     weights = f" and {origin.weight_bytes / 1e6:.1f} MB for the lm_head" if origin.weight_bytes else ""
-    line = f"{rows:,} {row}s in {folder}, {size / 1e9:.3f} GB: {origin.row_bytes:,} bytes a {row}{weights}"
+    line = f"{rows:,} {row}s in {folder}, {size / 1e9:.3f} GB: {origin.row_bytes:,} bytes per {row}{weights}"
     process.say(f"{origin.noun}: {line}")
     if not begun and process.is_first:
         made = {"identity": asdict(origin), "commit": commit(), "versions": versions()}
@@ -305,13 +308,13 @@ def _write_missing(
                 bar.update(written, total=to_write, note=f"{written / bar.seconds:,.0f} {row}s/s")
             write_sealed(folder / shard_name(shard), tensors, fingerprint)
     if bar.completed:
-        process.say(f"{noun}: {bar.completed:,} {row}s written here, {bar.completed / bar.seconds:,.0f} {row}s/s")
+        process.say(f"{noun}: this process wrote {bar.completed:,} {row}s, {bar.completed / bar.seconds:,.0f} {row}s/s")
 
 
 def _batches(
     shard: Sequence[int], examples: Sequence[Example], layout: ShardLayout, batch_tokens: int
 ) -> Iterator[list[int]]:
-    """Yield a shard's examples with rows in batches of similar length, the longest first.
+    """Yield the examples of a shard that have rows, in batches of examples of similar length; the longest come first.
 
     Batches depend neither on files that exist already nor on the process.
     """

@@ -1,12 +1,13 @@
 """The teacher cache: the target's best logits and a sample of the rest on disk, to train drafts without the target.
 
-A row belongs to a position whose next token is trained (`Batch.labelled`); prompts have no rows. A row contains ids and
-logits of the ``top_k`` best tokens and of ``tail`` others, drawn with replacement by the target's probabilities, and
-the logsumexp over all tokens. See `trainer.learning.losses.SampledTailTeacher` and Sparse Logit Sampling (2503.16870).
+A row belongs to a position whose next token is trained (`Batch.labelled`); prompts have no rows. A row contains the ids
+and logits of the ``top_k`` best tokens and of ``tail`` other tokens, and the logsumexp over all tokens. The other
+tokens are drawn with replacement, by the target's probabilities. See `trainer.learning.losses.SampledTailTeacher` and
+Sparse Logit Sampling (2503.16870).
 
 Logits keep the model's dtype and are divided by the temperature when they are read, because a quotient in bf16 would be
-rounded again. The logsumexp and the sample belong to the temperature. An id takes two bytes, or three if the vocabulary
-exceeds 65,536 tokens: a row of 60 tokens in bf16 has 244 or 304 bytes.
+rounded again. The logsumexp and the sample are computed at this temperature. An id takes two bytes, or three if the
+vocabulary exceeds 65,536 tokens: a row of 60 tokens in bf16 has 244 or 304 bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +47,7 @@ class TeacherOrigin(Origin):
     top_k: int
     tail: int
     temperature: float
-    """Temperature of the distribution that is sampled and compared."""
+    """Temperature of the distribution that is sampled, and that the draft is compared with."""
 
     @staticmethod
     def of(
@@ -60,8 +61,8 @@ class TeacherOrigin(Origin):
         """Return the origin of these examples' cache; raise UserError if top_k leaves nothing to sample."""
         if section.top_k >= target.vocab_size:
             raise UserError(
-                f"draft.teacher.top_k is {section.top_k}, but the target has {target.vocab_size} tokens: lower it to "
-                "leave some to sample"
+                f"draft.teacher.top_k is {section.top_k}, but the target has {target.vocab_size} tokens: lower it, so "
+                "that tokens are left to sample"
             )
         return TeacherOrigin(
             **Origin.of_target(target, fingerprint, tokenizer),
@@ -80,7 +81,7 @@ class TeacherOrigin(Origin):
         return columns | {"log_total": Column(torch.float32)}
 
     def num_rows(self, example: Example) -> int:
-        """Return the number of its trained tokens, except the first of each document."""
+        """Return the number of the example's trained tokens, without the first token of each document."""
         return len(example.predicted())
 
 
@@ -117,7 +118,7 @@ class TeacherWriter:
         return {name: torch.cat([part[name] for part in parts]) for name in origin.columns()}
 
     def _kept(self, logits: Float[Tensor, "rows vocab"], uniforms: Float[Tensor, "rows tail"]) -> dict[str, Tensor]:
-        logits = logits.to(self.origin.torch_dtype)  # rounded first, because the total belongs to the stored logits
+        logits = logits.to(self.origin.torch_dtype)  # rounded first, because the total must fit the stored logits
         scores = logits.float() / self.origin.temperature
         best = logits.topk(self.origin.top_k).indices
         tokens = torch.cat((best, sample_tail(scores, best, uniforms.to(logits.device))), 1)
@@ -163,7 +164,9 @@ class TeacherStore(Store[TeacherOrigin]):
     def for_batch(
         self, batch: Batch, positions: Tensor | None = None, stored: Mapping[str, Tensor] | None = None
     ) -> SampledTailTeacher:
-        """Return the teacher of the labelled positions, on the device of ``stored``: fp32 logits over temperature."""
+        """Return the teacher of the labelled positions, on the device of ``stored``; its fp32 logits are divided by the
+        temperature.
+        """
         origin, whole = self.origin, self.read(batch) if stored is None else stored
         tokens = whole["ids"].long()
         if "high_ids" in whole:
@@ -178,7 +181,7 @@ def ensure_teacher_cache(
 ) -> TeacherStore:
     """Write the missing rows of these examples' cache, at the loss's temperature; return the whole cache.
 
-    Every process calls this and waits for the others.
+    Every process calls this and waits for the other processes.
     """
     origin = TeacherOrigin.of(target.model, target.fingerprint, target.tokenizer, examples, section, temperature)
     folder = Path(section.folder)
