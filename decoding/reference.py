@@ -2,7 +2,7 @@
 
 This page handles one text and a draft that writes chains, without a cache. The loop in `decoding.generate` does the
 same for batches, trees, every drafter and every acceptance rule; tests compare it with this page, token by token. The
-steps have the numbers of docs/explanation/speculation.md. Texts have exactly the target's distribution.
+steps are numbered as in docs/explanation/speculation.md. Texts have exactly the target's distribution.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -43,17 +43,17 @@ def speculate(
     text += new
     yield new
     while len(text) < longest and text[-1] not in eos_token_ids:
-        # 1. Propose: the draft writes a chain, token by token, and remembers the distribution q of each.
+        # 1. Propose: the draft writes a chain, token by token, and remembers the distribution q of each token.
         drafted, q = list[int](), list[Tensor]()
         for _ in range(min(chain, longest - len(text) - 1)):  # the target's token needs room as well
             q.append(probabilities(draft(text + drafted)[-1:], sampling)[0])
             drafted.append(draft_source.draw(q[-1]))
 
-        # 2. Verify: one pass of the target gives its distribution p after the text and after each drafted token.
+        # 2. Verify: one target pass computes the target's distribution p after the text and after each drafted token.
         p = probabilities(target(text + drafted)[len(text) - 1 :], sampling)
 
-        # 3. Commit: keep drafted tokens, from the first on, until one is rejected. In its place the target writes a
-        # token drawn from the part of p that exceeds q; if none is rejected, it adds a token drawn from p.
+        # 3. Commit: keep drafted tokens, from the first on, until one is rejected. In place of the rejected token the
+        # target writes a token drawn from the part of p that exceeds q; if none is rejected, it adds one drawn from p.
         accepted, rest = 0, p[len(drafted)]
         for token, q_token, p_token in zip(drafted, q, p, strict=False):
             residual = (p_token - q_token).clamp(min=0)

@@ -1,8 +1,8 @@
 """Prompt lookup (Saxena 2023): drafts the tokens that followed an earlier occurrence of the last few tokens.
 
-It looks up the longest suffix of the text, at most ``ngram`` tokens long, that also occurs earlier in the text. It
-drafts the continuation of the latest earlier occurrence, whereas `transformers` (``prompt_lookup_num_tokens``) uses the
-first occurrence.
+The drafter looks up the longest suffix of the text, at most ``ngram`` tokens long, that also occurs earlier in the
+text. It drafts the continuation of the latest earlier occurrence, whereas `transformers` (``prompt_lookup_num_tokens``)
+uses the first occurrence.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,9 +20,9 @@ class PromptLookupDrafter(TextDrafter):
     """Drafter of up to ``branches`` continuations of ``tokens``, from the prompt and the output so far.
 
     The first branch continues the latest earlier occurrence of the longest suffix. Further branches continue other
-    occurrences: first those of longer suffixes, and among equal lengths the latest ones. Equal beginnings of branches
-    are merged. A continuation ends at the text's end, unless the occurrence touches or overlaps the suffix: then the
-    text repeats itself, and the continuation repeats it further.
+    occurrences: first occurrences of longer suffixes, and among equal lengths the latest occurrences. Equal beginnings
+    of branches are merged. A continuation ends at the text's end, unless the occurrence touches or overlaps the suffix.
+    In that case the text repeats itself, and the continuation goes on repeating it.
 
     Suffixes of fewer than ``min_ngram`` tokens are not looked up.
     """
@@ -49,7 +49,7 @@ class PromptLookupDrafter(TextDrafter):
 class PromptLookupSession(TextSession):
     """An index of every n-gram of one text. A token enters the index once another token follows it."""
 
-    _LOOKS = 4  # occurrences tried per branch, because the latest ones often continue with the same tokens
+    _LOOKS = 4  # number of occurrences tried per branch: the latest often continue with the same tokens
 
     def __init__(self, drafter: PromptLookupDrafter, target: CausalLM) -> None:
         self._drafter = drafter

@@ -62,9 +62,9 @@ def measure_costs(
     repeats: int = 15,
     seconds: float = math.inf,
 ) -> dict[int, float]:
-    """Measure the median seconds of a target pass over n new tokens after ``prefix`` cached ones, for n in ``sizes``.
+    """Measure the median seconds of a target pass over n new tokens after ``prefix`` cached tokens, for n in ``sizes``.
 
-    Each of ``rows`` texts has n new tokens. The passes alternate, so other load on the machine affects all alike. No
+    Each of ``rows`` texts has n new tokens. Passes of all sizes alternate, so other load affects all sizes alike. No
     round begins after ``seconds``, but at least three rounds are measured. If a pass looks cheaper than a pass over
     fewer tokens, this is noise, so the pass gets the larger cost.
     """
