@@ -1,4 +1,4 @@
-"""Sampling controls of `transformers`: reads its generation configs and builds its logits processors."""
+"""Sampling controls of `transformers`: this module reads generation configs and builds logits processors from them."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,8 @@ _REFUSED = {
     "choose the drafter here, not in the generation config": "prompt_lookup_num_tokens assistant_early_exit "
     "assistant_ensemble_weight speculation_type use_mtp",
 }
-"""Unsupported options that change the text, grouped by the reason. None, 0 or False switches an option off."""
+"""Unsupported options that change the text, grouped by the reason. A value of None, 0 or False switches an option off.
+"""
 _REFUSED_IF_SAMPLING = {"top_k, top_p, min_p or typical_p cut the tail instead": "top_h epsilon_cutoff eta_cutoff"}
 _OFF_AT_ONE = {"num_beams", "num_beam_groups", "guidance_scale", "encoder_repetition_penalty", "num_return_sequences"}
 _KNOWN_NAMES = """
@@ -44,8 +45,9 @@ use_cache cache_implementation cache_config max_cache_len prefill_chunk_size com
 continuous_batching_config renormalize_logits transformers_version output_attentions output_hidden_states output_scores
 output_logits return_dict_in_generate
 """
-"""Accepted options: some are supported, and the others change nothing here. The others set the end of a text (see
-`DecodingConfig`), are read only by beam search or an assistant, or control how `generate` computes and returns.
+"""Accepted options. Some are supported, and the rest have no effect here: they set the end of a text (for which
+`DecodingConfig` has its own settings), are read only by beam search or an assistant, or control how `generate` computes
+and returns its output.
 """
 _KNOWN = frozenset(_KNOWN_NAMES.split())
 
@@ -53,8 +55,8 @@ _KNOWN = frozenset(_KNOWN_NAMES.split())
 def sampling_from_generation_config(
     config: GenerationConfig, processors: Sequence[Processor] = (), device: torch.device | str = "cpu"
 ) -> SamplingConfig:
-    """Return the controls that `generate` applies with this config and ``logits_processor=processors``, in the same
-    order.
+    """Return the controls that `generate` applies with this config and ``logits_processor=processors``, in the order in
+    which `generate` applies them.
 
     Reads the config as `generate` does: decoding is greedy unless ``do_sample`` is set, and an unset ``top_k`` is 50.
     ``device`` is the device of the logits. Length limits and end tokens are not read here; they belong in
@@ -115,7 +117,7 @@ def _processors(
     for name in ("min_length", "min_new_tokens", "exponential_decay_length_penalty"):
         if getattr(own, name, None) and not eos:
             value = getattr(own, name)
-            raise UserError(f"{name} is {value} but eos_token_id is not set: set it, or unset {name}")
+            raise UserError(f"{name} is {value} but eos_token_id is not set: set eos_token_id, or unset {name}")
 
     @lru_cache(maxsize=256)
     def build(prompt_length: int) -> Any:

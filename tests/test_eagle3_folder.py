@@ -303,9 +303,9 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a tap that is none": (with_config(eagle_aux_hidden_state_layer_ids=["2"]), "does not describe an EAGLE-3 draft"),
     "a tap beyond": (
         with_config(eagle_aux_hidden_state_layer_ids=[2, 4, 8]),
-        "reads layer 7, but only 0 to 6 can be read",
+        "reads layer 7, but only layers 0 to 6 can be read",
     ),
-    "fewer taps": (with_config(num_aux_hidden_states=2), "num_aux_hidden_states is 2, but it names 3 layers"),
+    "fewer taps": (with_config(num_aux_hidden_states=2), "num_aux_hidden_states is 2, but the config names 3 layers"),
     "fc of other taps": (with_config(eagle_aux_hidden_state_layer_ids=[2, 4]), "fc.weight is (16, 48), not (16, 32)"),
     "another target": (with_config(vocab_size=32), "a target whose vocab_size is 32, not 16"),
     "sizes that no memory holds": (with_config(intermediate_size=10**12), "size mismatch, midlayer.mlp.gate_proj"),
@@ -314,7 +314,10 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}'),
         "hidden_size",
     ),
-    "more tokens than the target": (with_config(draft_vocab_size=17), "draft_vocab_size is 17: use at most the 16"),
+    "more tokens than the target": (
+        with_config(draft_vocab_size=17),
+        "draft_vocab_size is 17: use at most the target's 16",
+    ),
     "other tokens": (with_config(draft_vocab_size=6), "d2t is not a list of 6 whole numbers"),
     "no map": (with_tensors(lambda tensors: tensors.pop("d2t")), "d2t is not a list of 5 whole numbers"),
     "a map of ids": (
@@ -329,9 +332,9 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no number": (with_tensors(lambda tensors: tensors["fc.weight"].fill_(torch.nan)), "that are not finite"),
     "another embedding": (
         with_tensors(lambda tensors: tensors.update({"embed_tokens.weight": torch.ones(16, 16)})),
-        "contains an embed_tokens.weight other than the target's",
+        "contains an embed_tokens.weight that differs from this tensor in the target",
     ),
-    "pickled weights": (_pickled, "lacks .safetensors files: convert its weights (pickled ones are not loaded)"),
+    "pickled weights": (_pickled, "lacks .safetensors files: convert its weights (pickled weights are not loaded)"),
     "weights cut short": (
         lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:999]),
         "cannot be read as safetensors",
