@@ -50,7 +50,7 @@ REASONING = ("reasoning_content", "thinking")
 Message = dict[str, Any]
 Tools = list[Any]
 """Functions that an assistant may call, as chat templates and OpenAI's chat API define them."""
-_CALLS = ("function_call", "tool_call")  # their texts are calls as JSON in LLaMA-Factory's ShareGPT
+_CALLS = ("function_call", "tool_call")  # the text of such a message is a call as JSON (LLaMA-Factory's ShareGPT)
 _ROLES = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot", "ai", *_CALLS), "assistant"),

@@ -228,9 +228,9 @@ class DecodingBatch:
             self.cache.text += (text.tokens[-1], *tokens[:-1])
         if self.taps:
             states = _nodes(output.states[row], kept)
-            # Copy the states if the target is static, because its next step overwrites its outputs, perhaps before the
-            # next draft. Copy them also if the cache serves several calls: the states are kept, and a view would keep
-            # the states of all nodes alive.
+            # Copy the states if the target is static: its next step may overwrite its outputs before the next draft.
+            # Copy them also if the cache serves several calls: it keeps the states, and a view would keep the states of
+            # all nodes alive.
             self._keep_states(text, states.clone() if self.target.is_static or self.serves_calls else states)
         logprobs = self._logprobs(tree, verdict, output.logits[row])
         emitted = text.emit(tokens, self.stop)

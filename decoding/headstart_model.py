@@ -84,10 +84,11 @@ class HeadstartModel:
         fast is bf16 if the device supports it natively, and otherwise fp32. ``"auto"`` keeps the stored dtype. The
         default device is the first GPU if there is one, or all GPUs if the weights do not fit on the first.
 
-        ``static`` runs target and drafts in fixed shapes: ``"graphs"`` as CUDA graphs, ``"eager"`` without graphs;
-        ``"off"`` keeps shapes dynamic. ``"auto"`` means graphs on a CUDA device if the target allows them, and
-        otherwise off; if a graph cannot be recorded, the model warns and continues in dynamic shapes. ``static`` does
-        not change the texts. Graphs and their cache occupy memory as long as the model exists.
+        ``static`` says whether target and drafts run in fixed shapes. With ``"graphs"`` they run as CUDA graphs, with
+        ``"eager"`` without graphs, and with ``"off"`` in dynamic shapes. ``"auto"`` means graphs on a CUDA device if
+        the target allows them, and otherwise off; if a graph cannot be recorded, the model warns and continues in
+        dynamic shapes. ``static`` does not change the texts. Graphs and their cache occupy memory as long as the model
+        exists.
 
         With ``batch_invariant``, texts in bf16 and fp16 are the same with and without a drafter, alone and in a batch;
         passes take up to twice as long (see `CausalLM`).

@@ -35,7 +35,8 @@ class Policy(Protocol):
     name: str
 
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
-        """Return `NO_DRAFT` or one of the drafter's ``budgets``. They are sorted by cost, and each of them drafts.
+        """Return `NO_DRAFT` or one of the drafter's ``budgets``. They are sorted by cost, and each of them drafts
+        something.
 
         ``rows``: the number of texts decoded together.
         """
@@ -142,7 +143,7 @@ class _Seconds:
 
         Once two plain steps are known, the next plain step is due when it lowers the speed by a share of less than
         `_TIMING`. That is soon if drafts gain little, because a wrong time for plain steps would then hide whether
-        drafts gain at all. It is late if drafts gain much. On a machine whose speed changes, an old time would make
+        drafts gain at all, and it is late if drafts gain much. On a machine whose speed changes, an old time would make
         drafts look faster or slower than they are.
         """
         count = sum(map(len, self._of.get(NO_DRAFT, {}).values()))

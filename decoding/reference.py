@@ -34,11 +34,11 @@ def speculate(
     token is accepted if and only if it is the target's best token.
     """
     text, longest = list(prompt), len(prompt) + max_new_tokens
-    # Draft and target have separate streams of random numbers, so the draft's draws do not change the target's.
+    # Draft and target have separate streams of random numbers, so the draft's draws do not change the target's draws.
     draft_source, source = (GeneratorSource.from_seed(seed, stream) for stream in ("draft", "verify"))
 
-    # 0. Prefill: the target reads the prompt and writes the first token. From here on, the last token of the text is
-    # always one that the target has written but not yet read.
+    # 0. Prefill: the target reads the prompt and writes the first token.
+    # From here on, the target has written the last token of the text but has not yet read it.
     new = [source.draw(probabilities(target(text)[-1:], sampling)[0])]
     text += new
     yield new
@@ -52,8 +52,8 @@ def speculate(
         # 2. Verify: one target pass computes the target's distribution p after the text and after each drafted token.
         p = probabilities(target(text + drafted)[len(text) - 1 :], sampling)
 
-        # 3. Commit: keep drafted tokens, from the first on, until one is rejected. In place of the rejected token the
-        # target writes a token drawn from the part of p that exceeds q; if none is rejected, it adds one drawn from p.
+        # 3. Commit: keep drafted tokens, from the first on, until one is rejected. In place of the rejected token,
+        # write a token drawn from the part of p that exceeds q; if no token is rejected, add a token drawn from p.
         accepted, rest = 0, p[len(drafted)]
         for token, q_token, p_token in zip(drafted, q, p, strict=False):
             residual = (p_token - q_token).clamp(min=0)

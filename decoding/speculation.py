@@ -167,7 +167,7 @@ def decode_prompts(
     padding: int | None,
     streamer: BaseStreamer | None = None,
 ) -> SpeculativeOutput:
-    """Decode the prompts, and pad the texts with ``padding`` into one tensor. A streamer is fed with a single text."""
+    """Decode the prompts, and pad the texts with ``padding`` into one tensor. A streamer receives a single text."""
     rows = prompts.rows
     if padding is None and config.stop_strings and len(rows) > 1:
         raise UserError("texts that end at stop strings are padded in the result: use pad_token_id")

@@ -95,11 +95,11 @@ class Step(NamedTuple):
 
     Of the new ``tokens``, the first ``accepted`` were drafted. The target wrote the last token, unless the text ended
     inside the draft. ``offered`` is the depth of the tree up to the end of the text, which is the largest number of
-    tokens that could be accepted. ``room`` is the depth for which the text had room left. The first step of a text is
-    its prefill, which writes one token and offers no draft. The seconds are the step's seconds divided by its rows.
-    ``refused`` are the drafted tokens of a chain after the accepted tokens; it is empty for trees and at the end of the
-    text. ``tree``, if requested, is the drafted tree (None if nothing was drafted); ``path`` lists its accepted nodes
-    from the root's child down.
+    tokens that could be accepted. ``room`` is the depth of the deepest draft for which the text had room. The first
+    step of a text is its prefill, which writes one token and offers no draft. The seconds are the step's seconds
+    divided by the number of rows. ``refused`` are the drafted tokens of a chain after the accepted tokens; the tuple is
+    empty for trees and at the end of the text. ``tree``, if requested, is the drafted tree (None if nothing was
+    drafted); ``path`` lists its accepted nodes from the root's child down.
     """
 
     tokens: tuple[int, ...]
@@ -268,7 +268,7 @@ class Detokenizer:
 
 
 def stream_pieces(steps: Iterable[Step], tokenizer: TextDecoder, hidden: Container[int] = ()) -> Iterator[Piece]:
-    """Yield the text of each token once its step is done; tokens in ``hidden`` (the EOS) yield nothing."""
+    """Yield the text of each token once its step is done; tokens in ``hidden`` (such as EOS) yield nothing."""
     detokenizer = Detokenizer(tokenizer)
     for step in steps:
         yield from step_pieces(step, detokenizer, hidden)

@@ -266,7 +266,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "another nested style": (
         with_config(transformer_layer_config={"model_type": "gemma3"}, norm_before_residual=False),
-        "it has a layer of gemma3, not of Llama or Qwen 3",
+        "the draft has a layer of gemma3, not of Llama or Qwen 3",
     ),
     "a window without a size": (with_config(layer_types=["sliding_attention"]), "'sliding_window' is missing"),
     "a window of none": (
@@ -278,7 +278,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         "use_sliding_window is False, but layer_types is ['sliding_attention']",
     ),
     "another kind of layer": (with_config(layer_types=["chunked_attention"]), "layer_types is ['chunked_attention']"),
-    "another rope": (with_config(rope_parameters={"rope_type": "longrope"}), "its rotary embeddings are longrope"),
+    "another rope": (with_config(rope_parameters={"rope_type": "longrope"}), "the rotary embeddings are longrope"),
     "a rope without its factor": (with_config(rope_parameters={"rope_type": "linear"}), "factor"),
     "a partial rope": (with_config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
     "a partial rope within": (
@@ -287,7 +287,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "an embedding of its own": (with_config(embed_requires_grad=True), "embed_requires_grad is True"),
     "biases": (with_config(attention_bias=True), "attention_bias is True"),
-    "another width": (with_config(target_hidden_size=32), "size 16, but the target's states have size 32"),
+    "another width": (with_config(target_hidden_size=32), "size 16, but the target's have size 32"),
     "no taps": (
         with_config(eagle_config={"use_aux_hidden_state": False}),
         "reads no states between the target's layers",

@@ -327,7 +327,12 @@ def test_local_files_only_asks_nothing_of_the_hub(hub: FakeHub, folders: Path) -
 @pytest.mark.parametrize(
     ("state", "name", "token", "said"),
     [
-        ("private", MODEL, None, "that you may read: check the name; if it is private, run `hf auth login`"),
+        (
+            "private",
+            MODEL,
+            None,
+            "that you may read: check the name; if the repository is private, run `hf auth login`",
+        ),
         ("gated", MODEL, TOKEN, "the repository is gated: accept its terms at ADDRESS/zoe/model"),
         (None, f"{MODEL}@v9", TOKEN, "zoe/model lacks the revision 'v9'"),
         (None, MODEL, "hf_AnotherTokenThatIsNoneAtAll", "does not accept the token (401): run `hf auth login`"),

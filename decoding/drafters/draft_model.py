@@ -126,8 +126,8 @@ class DraftState:
         return blocks
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
-        # A token that the draft does not know is replaced by the draft's last token. This makes q worse, but the
-        # text is lossless with any q.
+        # A token that the draft does not know is replaced by the draft's last token.
+        # This makes q worse, but the text is lossless with any q.
         last = self.draft.vocab_size - 1
         return [min(token, last) for token in tokens]
 
@@ -136,8 +136,8 @@ class DraftState:
         if row not in self._run_trees:
             return
         tree, run = self._run_trees.pop(row)
-        # The text's last token is left out: the next draft runs it first, and a lossy rule may write a token that it
-        # rejected.
+        # The text's last token is left out, because the next draft runs this token first.
+        # Besides, a lossy rule may write a token that it has just rejected.
         path = tree.follow(text[self._committed[row] : -1])
         kept = [node - 1 for node in path if node <= run]
         self.cache.commit(row, self._committed[row], kept)

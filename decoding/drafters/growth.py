@@ -85,8 +85,8 @@ class StaticTree:
     def _sizes(self) -> tuple[Budget, ...]:
         """List the budgets.
 
-        Every depth has a budget with all ranks and one with only rank 0; the full depth also has budgets with 2, 4, ...
-        ranks.
+        Every depth has a budget with all ranks and a budget with only rank 0; the full depth also has budgets with 2,
+        4, ... ranks.
         """
         widths = [1]
         while 2 * widths[-1] < self.ranks:

@@ -153,8 +153,8 @@ class HybridSession(DraftSession):
             session.move(row, to)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        # Neither drafter sees the other's tokens. These may be random draws, and a draft that depends on them would not
-        # be lossless.
+        # Neither drafter sees the tokens of the other drafter.
+        # These tokens may be random draws, and a draft that depends on them would not be lossless.
         splits = [self._drafter.split(request.max_nodes) for request in requests]
         looked_up = self._sessions[1].propose(
             [replace(request, max_nodes=nodes) for request, (_, nodes) in zip(requests, splits, strict=True)]
@@ -193,8 +193,8 @@ def graft(first: Proposal, lookup: Proposal) -> Proposal:
     grafted = [0]
     for parent, token in _below_root(lookup.tree):
         grafted.append(trie.child(grafted[parent], token))
-    # The kind must not depend on whether the second tree adds a node, because that depends on the drawn tokens. If some
-    # draws kept q and others dropped it, q would no longer be the distribution of the draws that kept q.
+    # The kind must not depend on whether the second tree adds a node, because that depends on the drawn tokens.
+    # If some draws kept q and others dropped it, q would no longer be the distribution of the draws that kept q.
     drawn = DrawnPart(len(first.tree), first.kind) if first.kind.has_q else None
     tree = trie.tree(first.tree.tokens.device)
     return Proposal(tree, _with_lookup(first.kind), first.q, drawn, lookup.matched)

@@ -17,7 +17,7 @@ from decoding.rules.tree import Proposal, ProposalKind, TokenTrie
 
 
 class PromptLookupDrafter(TextDrafter):
-    """Drafter of up to ``branches`` continuations of ``tokens``, from the prompt and the output so far.
+    """Drafter of up to ``branches`` continuations of ``tokens`` tokens, from the prompt and the output so far.
 
     The first branch continues the latest earlier occurrence of the longest suffix. Further branches continue other
     occurrences: first occurrences of longer suffixes, and among equal lengths the latest occurrences. Equal beginnings
@@ -78,8 +78,8 @@ class PromptLookupSession(TextSession):
         return Proposal(trie.tree(self._device), ProposalKind.DETERMINISTIC, matched=matched)
 
     def _matches(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield the ends and sizes of earlier occurrences of the text's suffixes: longer ones first, and among equal
-        lengths later ones first.
+        """Yield the ends and sizes of earlier occurrences of the text's suffixes: longer suffixes first, and among
+        equal lengths later occurrences first.
         """
         for size in range(min(self._drafter.ngram, len(tokens)), self._drafter.min_ngram - 1, -1):
             ends = self._ends.get(tuple(tokens[len(tokens) - size :]), ())

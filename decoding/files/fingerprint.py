@@ -1,7 +1,7 @@
 """Fingerprints: short hashes that are equal for equal models, heads, tokenizers or sets of prompts.
 
-`stored_fingerprint` is the digest of files on disk or on the Hub. It depends neither on the dtype in which a model is
-loaded nor on how its weights are split into files. `fingerprint` is the digest of a module in memory.
+`stored_fingerprint` is the digest of files on disk or on the Hub. This digest depends neither on the dtype in which a
+model is loaded nor on how its weights are split into files. `fingerprint` is the digest of a module in memory.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ TOKENIZER_PROBE = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
 
 _DIGITS = 16
 _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "auto_map", "use_cache")
-"""Config keys that record a model's origin or how it runs; they do not change its outputs."""
+"""Config keys that record a model's origin or how the model runs. These keys do not change the model's outputs."""
 _ADAPTERS_SAY_NOTHING = ("base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping")
 _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

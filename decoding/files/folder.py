@@ -31,7 +31,7 @@ UNREADABLE = (
 )
 """Errors that transformers and its libraries raise when they cannot build a model or a config."""
 OUTPUT_TOKENS_KEY = "headstart_output_tokens"
-"""Key in a draft's config.json. Its value names the file, in the same folder, with the tokens of the trimmed
+"""Key in a draft's config.json. The value names the file, in the same folder, with the tokens of the trimmed
 lm_head."""
 OUTPUT_TOKENS_NAME = "output_tokens.json"
 HEADS_FORMAT = "headstart-medusa"
@@ -103,7 +103,7 @@ def _base_of(folder: Path) -> str | None:
     name = read_object(path, _REMEDY).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise UserError(
-            f"{path} has {reprlib.repr(name)} as base_model_name_or_path: use the folder or Hub id of its model"
+            f"{path} has {reprlib.repr(name)} as base_model_name_or_path: use the folder or Hub id of the base model"
         )
     return name
 
@@ -162,8 +162,8 @@ def reason(error: BaseException) -> str:
         return "the sizes in config.json differ from the weights"
     if is_untrusted(error):
         return (
-            "it contains its own code: read the code, then add --trust-remote-code, or trust_remote_code=true in a "
-            "recipe"
+            "the folder contains its own code: read the code, then add --trust-remote-code, or trust_remote_code=true "
+            "in a recipe"
         )
     if not isinstance(error, StrictDataclassError):
         return first_line(error)

@@ -1,7 +1,7 @@
 """GGUF files as models: each file is converted once into a folder, which is read like any model's folder.
 
-The folder is in the cache and is named after the file and its checksum. It holds the dequantised weights in fp32, in
-which they are not rounded, and the config, tokenizer, chat template and end tokens that the file describes.
+The folder is in the cache and is named after the file and its checksum. The folder holds the dequantised weights in
+fp32, in which they are not rounded, and the config, tokenizer, chat template and end tokens that the file describes.
 transformers reads the file; this module adds settings that transformers' reader ignores, and rejects files that the
 reader would misread.
 """
@@ -71,13 +71,13 @@ def converted(file: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not folder.is_dir():
-                shutil.rmtree(partial, ignore_errors=True)  # a killed process may have left it behind
+                shutil.rmtree(partial, ignore_errors=True)  # a killed process may have left this folder behind
                 partial.mkdir()
                 try:
                     _convert(file, partial, {"file": file.name, "sha256": checksum})
                     partial.rename(folder)
                 finally:
-                    shutil.rmtree(partial, ignore_errors=True)  # always, because this folder may fill the disk
+                    shutil.rmtree(partial, ignore_errors=True)  # even after an error, because it may fill the disk
     except (OSError, SafetensorError) as error:
         remedy = "make room there, or set HEADSTART_CACHE to another folder"
         raise UserError(f"the weights of {file} cannot be written to {folder} ({error}): {remedy}") from error

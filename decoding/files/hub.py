@@ -104,7 +104,7 @@ def local_folder(name: str | Path, weights: bool = True) -> Path:
             )
         return Path(name)
     folder = _snapshot(named, [*_SMALL, *(_WEIGHTS if weights else ())])
-    files = named_files(folder, "report this to its author") if weights else []
+    files = named_files(folder, "report this to the author of the model") if weights else []
     if missing := [str(path.relative_to(folder)) for path in files if not path.is_file()]:  # shards with other names
         _snapshot(named, [*map(escape, missing)], ())
     return folder
@@ -178,14 +178,14 @@ def _snapshot(named: HubName, patterns: Sequence[str], ignored: Sequence[str] = 
 
 
 def explained(error: Exception, named: HubName, page: str) -> str:
-    """Explain in one sentence why fetching from a repository failed and what to do; ``page`` is its web page."""
+    """Explain in one sentence why fetching from a repository failed and what to do; ``page`` is its page on the Hub."""
     repo_id, address = named.repo_id, without_login(constants.ENDPOINT)
     if isinstance(error, HFValidationError):
-        return "it is not a Hub id: write ORG/NAME or ORG/NAME@REVISION"
+        return "the name is not a Hub id: write ORG/NAME or ORG/NAME@REVISION"
     if isinstance(error, GatedRepoError):
         return f"the repository is gated: accept its terms at {page}, then {LOG_IN}"
     if isinstance(error, RepositoryNotFoundError):
-        return f"{address} has no {repo_id} that you may read: check the name; if it is private, {LOG_IN}"
+        return f"{address} has no {repo_id} that you may read: check the name; if the repository is private, {LOG_IN}"
     if isinstance(error, RevisionNotFoundError):
         return f"{repo_id} lacks the revision {named.revision!r}: use a branch, a tag or a whole commit hash"
     cause = (error.__cause__ or error) if isinstance(error, LocalEntryNotFoundError) else error

@@ -99,8 +99,8 @@ def check_tensors(
 ) -> None:
     """Raise UserError unless the header of weights has exactly these names and shapes, in one floating dtype.
 
-    ``path``: the file or folder of the header, for messages. ``expected`` is read only up to the first missing name,
-    because a wrong config may imply very many names.
+    ``path``: the file or folder of the header, as messages name it. ``expected`` is read only up to the first missing
+    name, because a wrong config may imply very many names.
     """
     if not header:
         raise UserError(f"{path} does not contain tensors: {remedy}")
@@ -110,7 +110,8 @@ def check_tensors(
             raise UserError(f"{path} does not fit its config: {name} is missing; {remedy}")
         if header[name].shape != shape:
             raise UserError(
-                f"{path} does not fit its config: size mismatch, {name} is {header[name].shape}, not {shape}; {remedy}"
+                f"{path} does not fit its config: size mismatch, {name} has the shape {header[name].shape}, "
+                f"not {shape}; {remedy}"
             )
         known.add(name)
     if unknown := sorted(header.keys() - known):

@@ -14,7 +14,7 @@ from decoding.measure.summary import tokens_and_seconds
 from decoding.metrics import FEWEST, Estimate, expanded_quantile, ratio_of_rates
 
 _SMALL = 0.05
-"""We report that no difference was seen only if the interval contains no difference larger than this."""
+"""We report that no difference was seen only if the interval contains no difference larger than this share."""
 _WORTH = 0.02
 """Smallest difference for which we suggest more prompts."""
 _POWER80 = 1.959964 + 0.841621

@@ -32,7 +32,7 @@ Drafts = Literal["sampled", "greedy", "deterministic"]
 
 
 class Run(NamedTuple):
-    """One decoded text: its first tokens took ``first_seconds``; ``decode_tokens`` more took ``decode_seconds``.
+    """One decoded text: its first tokens took ``first_seconds``, and ``decode_tokens`` more took ``decode_seconds``.
 
     A draft's pass over the prompt counts as decoding, both in our loop and in assisted generation. In a batch the
     seconds of each pass are divided equally among its rows.
@@ -76,7 +76,7 @@ class Method:
     drafts: Drafts | None = None
     """How drafted tokens are chosen: drawn from a model, as the likeliest tokens of a model, or without a model."""
     max_positions: int | None = None
-    """Longest text that its drafter supports, in tokens; None if the drafter adds no limit."""
+    """Longest text that the method's drafter supports, in tokens; None if the drafter adds no limit."""
     policy: str | None = None
     """Name of the policy that chooses how much to draft; None if no drafter of this project is used."""
 
@@ -236,8 +236,8 @@ def _peers(target: CausalLM, setting: str, drafters: dict[str, Drafter], decodin
     """
     peers = [transformers_method(target, setting, TRANSFORMERS, decoding)]
     for name, drafter in drafters.items():
-        # If a draft's vocabulary is padded to another size, transformers assumes another tokenizer, so there is no
-        # peer.
+        # There is no peer for a draft whose vocabulary is padded to another size: transformers assumes another
+        # tokenizer.
         same = isinstance(drafter, DraftModelDrafter) and drafter.draft.vocab_size == target.vocab_size
         if isinstance(drafter, DraftModelDrafter) and same and not getattr(target.model, "_is_stateful", False):
             depth = drafter.max_depth

@@ -57,11 +57,11 @@ def read_questions(path: str | Path, field: str | None = None) -> list[Question]
     In a whole folder each file is a task, as in RedHatAI/speculator_benchmarks. SPEED-Bench's splits must be named
     one by one, for example FOLDER:qualitative.
 
-    ``field`` names the prompt's field; None takes the first of `decoding.fields.PROMPT_FIELDS` in the row. If the
-    prompt is a list of texts, each text is a turn. If it is a conversation, the messages before the first answer are
-    the first turn; in a conversation without answers, each user message is a turn, as in SPEED-Bench. A ``text`` in a
-    row without an answer is continued, not answered. A system message and a ``history`` come first, as in
-    `decoding.fields.prompt_of`.
+    ``field`` names the prompt's field; if it is None, the first of `decoding.fields.PROMPT_FIELDS` in the row is used.
+    If the prompt is a list of texts, each text is a turn. If the prompt is a conversation, the messages before the
+    first answer are the first turn; in a conversation without answers, each user message is a turn, as in SPEED-Bench.
+    A ``text`` in a row without an answer is continued, not answered. A system message and a ``history`` come first, as
+    in `decoding.fields.prompt_of`.
 
     The id is ``question_id``, ``id`` or ``task_id``; without these fields it is the line number. The task is the row's
     ``category``; in Spec-Bench's file the eight categories of MT-Bench are one task, ``mt_bench``.

@@ -69,7 +69,8 @@ class Latency:
 
 @dataclass(frozen=True)
 class SameTexts:
-    """Number of greedy texts that equal the texts of plain decoding, out of how many.
+    """Number of greedy texts that equal the texts of plain decoding (``identical``), and of all compared texts
+    (``of``).
 
     ``margins`` contains, in sorted order, the result of `margin_of` for each text that differs. ``largest_margin`` is
     None if texts differ only in where they end, or if logits are unknown.

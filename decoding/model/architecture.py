@@ -10,7 +10,7 @@ from decoding.errors import UserError
 
 STATIC_MODES = ("auto", "eager", "graphs")
 STATIC_CHOICES = ("auto", "off", "eager", "graphs")
-"""Ways to run steps, by the names that users write; in the ways in `STATIC_MODES`, steps have fixed shapes."""
+"""Ways to run steps, by the names that users write. In each of `STATIC_MODES`, steps have fixed shapes."""
 
 
 def layer_types(text_config: PreTrainedConfig) -> tuple[str, ...]:
@@ -61,8 +61,8 @@ def why_not_static(model: PreTrainedModel) -> str | None:
     """Return the reason why a model's steps cannot have fixed shapes, with a remedy; None if they can have them.
 
     Some rotary embeddings choose their frequencies by the longest position of a step. The host must read this position
-    from the device, which a CUDA graph cannot record (`dynamic_rope_update` in transformers; its latest longrope avoids
-    it). Also, a graph covers only one device.
+    from the device, which a CUDA graph cannot record (`dynamic_rope_update` in transformers, whose latest version
+    avoids this for longrope). Also, a graph covers only one device.
     """
     if reason := why_no_trees(model):
         return f"{reason}, so its steps cannot have fixed shapes: leave static out"
@@ -123,7 +123,7 @@ def key_devices(model: PreTrainedModel) -> tuple[torch.device, ...] | None:
 
 
 class Abilities(NamedTuple):
-    """Abilities of a causal LM: each field is None if the model has the ability, and otherwise the reason."""
+    """Abilities of a causal LM. A field is None if the model has the ability, and otherwise says why it does not."""
 
     training: str | None
     plain: str | None

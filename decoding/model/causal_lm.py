@@ -47,8 +47,9 @@ class CausalLM:
 
         ``output_tokens``: for a draft with a trimmed lm_head, the token id of each output (None: all tokens).
 
-        ``static`` runs steps with fixed shapes: ``graphs`` as CUDA graphs, ``auto`` as CUDA graphs until a graph cannot
-        be recorded, ``eager`` without graphs, for tests. Such a model decodes one batch at a time.
+        With ``static``, steps have fixed shapes. The mode ``graphs`` runs them as CUDA graphs, ``auto`` does so until a
+        graph cannot be recorded, and ``eager`` runs them without graphs, for tests. Such a model decodes one batch at a
+        time.
 
         With ``batch_invariant`` the outputs at a token do not depend on the other tokens of its pass, in any dtype. So
         greedy texts equal those of plain decoding, and a text is the same alone and in a batch (see `BatchInvariant`).
@@ -114,7 +115,7 @@ class CausalLM:
 
     @property
     def device(self) -> torch.device:
-        """Device of the input tokens; a model that is spread over several devices also returns its outputs on it."""
+        """Device of the input tokens; a model that is spread over several devices also returns its outputs there."""
         device: torch.device = self.model.device
         return device
 

@@ -17,7 +17,7 @@ def pass_over(curve: Mapping[int, float], size: float) -> float:
     """Return the seconds of a target pass over ``size`` new tokens per row, the root included.
 
     ``curve`` maps measured sizes to seconds. Between these sizes the curve is linear, and before the first size it is
-    constant. After the last size it continues the last segment, but never decreases.
+    constant. After the last size the curve continues the last segment, but never decreases.
     """
     points = sorted(curve.items())
     after = bisect_right(points, (size, math.inf))

@@ -69,8 +69,8 @@ class DSparkConfig:
 
     ``layer_types``: for each layer, whether it attends to the whole text or to the last ``sliding_window`` positions;
     if empty, all layers attend to the whole text. ``is_causal``: whether slots see only earlier slots; None means that
-    this is so only in sliding layers. ``rope_scaling``: transformers' ``rope_parameters`` without the base; empty means
-    unscaled. ``markov_head_type``: the class of the bias, see `decoding.model.markov`.
+    this is so only in sliding layers. ``rope_scaling``: transformers' ``rope_parameters`` without the base; if it is
+    empty, the embeddings are not scaled. ``markov_head_type``: the class of the bias, see `decoding.model.markov`.
     """
 
     hidden_act: ClassVar[str] = "silu"
@@ -239,7 +239,7 @@ class DSparkConfig:
             own["block_size"] = self.slots
             own["dflash_config"] = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layer_ids}
         if scaling:
-            own["rope_scaling"] = scaling  # for programs that read the keys of transformers 4, as the next key
+            own["rope_scaling"] = scaling  # this key and the next are for programs that read transformers 4's keys
         return {
             "architectures": [WITHOUT_BIAS if self.is_dflash else ARCHITECTURE],
             "model_type": "qwen3",
@@ -322,7 +322,7 @@ def _rotary(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return the base and the scaling of the rotary embeddings, from the keys of transformers 5 or transformers 4."""
     rope = dict(flat.get("rope_parameters") or flat.get("rope_scaling") or {})
     if any(isinstance(value, Mapping) for value in rope.values()):
-        raise UserError("its rotary embeddings differ by type of layer")
+        raise UserError("the rotary embeddings differ between types of layers")
     theta = float(rope.pop("rope_theta", None) or flat.get("rope_theta") or DSparkConfig.rope_theta)
     if (share := rope.pop("partial_rotary_factor", None)) not in (None, 1.0):
         raise UserError(f"partial_rotary_factor is {share}")

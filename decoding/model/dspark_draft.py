@@ -108,7 +108,7 @@ class _Layer(nn.Module):
 def _seen(sight: Sight, mask: Tensor | None, at: Tensor, keys_at: Tensor | None, x: Tensor) -> Tensor | None:
     """Return the additive mask of a layer's slots, which are at positions ``at``.
 
-    In addition to the keys that ``mask`` hides, it hides the keys that the layer cannot see.
+    In addition to the keys that ``mask`` hides, the result hides the keys that the layer cannot see.
     """
     if sight == Sight():
         return mask
@@ -205,7 +205,7 @@ class DSparkDraft(nn.Module):
         return normed_last
 
     def sure(self, hidden: Float[Tensor, "*slots hidden"], before: Int[Tensor, " *slots"]) -> Float[Tensor, " *slots"]:
-        """Return for each slot the logit of the probability that its token is accepted if the token before was
+        """Return for each slot the logit of the probability that its token is accepted if the token before it was
         accepted.
         """
         assert self.confidence is not None, "this draft lacks a confidence head"
@@ -315,7 +315,9 @@ class PairedDSpark:
         return self.draft.output_tokens
 
     def block_bias(self, hidden: Float[Tensor, "rows slots hidden"], newest: Tensor) -> BlockBias | None:
-        """Return the bias for these blocks, or None if the bias depends only on the previous token or is missing."""
+        """Return the bias for these blocks, or None if the bias depends only on the previous token, or if there is
+        none.
+        """
         if self.draft.markov is None or self.config.markov_head_type == "vanilla":
             return None
         return BlockBias(self.draft.markov, hidden, newest, self.config.slots - self.config.block_size)

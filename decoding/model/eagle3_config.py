@@ -87,7 +87,8 @@ class Eagle3Config:
         heads, of_keys = self.num_attention_heads, self.num_key_value_heads
         if heads % of_keys or self.head_dim % 2 or self.head_dim > _WIDEST:
             raise UserError(
-                f"it has {heads} attention heads of size {self.head_dim} and {of_keys} key heads: use sizes that fit"
+                f"the draft has {heads} attention heads of size {self.head_dim} and {of_keys} key heads: "
+                "use sizes that fit"
             )
         if self.draft_vocab_size > self.vocab_size:
             raise UserError(f"draft_vocab_size is {self.draft_vocab_size}: use at most the target's {self.vocab_size}")
@@ -147,7 +148,7 @@ class Eagle3Config:
             own |= {"use_sliding_window": True, "layer_types": [SLIDING]}
         if layers and not _is_default(layers):
             own |= self.named_layers()
-        if rope["rope_type"] != "default":  # this key and rope_theta: for programs that read transformers 4's keys
+        if rope["rope_type"] != "default":  # this key and rope_theta are for programs with transformers 4's keys
             own["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
         return {
             "architectures": [_OF_QWEN3 if of_qwen3 else _ARCHITECTURE],
@@ -183,7 +184,7 @@ def default_layers(count: int) -> tuple[int, ...]:
 
 
 def _is_default(layers: Sequence[int]) -> bool:
-    """Return True if these layers are the default ones of some target."""
+    """Return True if these layers are the default layers of some target."""
     return tuple(layers) == usual_layers(layers[-1] + 4)
 
 
@@ -228,12 +229,12 @@ def _config_of(stored: Mapping[str, Any]) -> Eagle3Config:
     uses, types = flat.get("use_sliding_window"), list(flat.get("layer_types") or ())
     slides = types == [SLIDING]
     refused = {
-        f"it has a layer of {style}, not of Llama or Qwen 3": style not in _STYLES,
+        f"the draft has a layer of {style}, not of Llama or Qwen 3": style not in _STYLES,
         f"use_sliding_window is {uses}, but layer_types is {types}": (uses and not types) or (uses is False and slides),
         f"layer_types is {types}": types not in ([], ["full_attention"], [SLIDING]),
-        f"its rotary embeddings are {rope['rope_type']}": rope["rope_type"] not in _ROTARY,
-        f"its states have size {width}, but the target's states have size {of_target}": of_target not in (None, width),
-        "it reads no states between the target's layers": own.get("use_aux_hidden_state") is False,
+        f"the rotary embeddings are {rope['rope_type']}": rope["rope_type"] not in _ROTARY,
+        f"the draft's states have size {width}, but the target's have size {of_target}": of_target not in (None, width),
+        "the draft reads no states between the target's layers": own.get("use_aux_hidden_state") is False,
     }
     # In a nested file a missing norm_before_residual means false, as speculators reads it; vLLM assumes true.
     for problem in (problem for problem, applies in refused.items() if applies):

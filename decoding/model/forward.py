@@ -318,8 +318,8 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Attention with `transformers`' signature: query (batch, heads, queries, dim), key (batch, groups, keys, dim).
 
-    Calls `transformers`' sdpa if there is no mask (a prefill), if heads do not share keys, or if there are options
-    other than a mask; sdpa rejects unknown options. Returns (batch, queries, heads, dim) and None.
+    This function calls `transformers`' sdpa if there is no mask (a prefill), if heads do not share keys, or if there
+    are options other than a mask; sdpa rejects unknown options. Returns (batch, queries, heads, dim) and None.
     """
     batch, heads, queries, dim = query.shape
     groups = key.shape[1]

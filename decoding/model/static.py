@@ -125,8 +125,8 @@ class StaticInputs:
     def _fill_layout(self, layout: TreeLayout) -> None:
         host, (firsts, depths, key_depths) = _side_by_side(self._tree_shapes, self._tree.device, True)
         hidden_from = torch.ones(self.hidden_from.shape, dtype=torch.bool, pin_memory=self._tree.is_cuda)
-        # Every node, even padding, attends to at least one key: in fp16 a softmax over no keys is NaN, and the NaN
-        # would stay in the cache.
+        # Every node, even padding, attends to at least one key.
+        # In fp16 a softmax over no keys is NaN, and the NaN would stay in the cache.
         hidden_from.diagonal(dim1=1, dim2=2).fill_(False)
         for row, (shape, first) in enumerate(zip(layout.shapes, layout.firsts, strict=True)):
             own = len(shape) - first
@@ -353,8 +353,8 @@ class _Bucket:
         if self._owner.pool is None:
             self._owner.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the GPU during capture: a training run's next batch, NCCL's watchdog. The outer context
-        # restores the stream, because after a failed capture torch leaves its own stream as the current one.
+        # Other threads may use the GPU during capture: for a training run's next batch, or as NCCL's watchdog.
+        # The outer context restores the stream: after a failed capture, torch leaves its own stream as the current one.
         with (
             torch.cuda.stream(before),
             torch.cuda.graph(graph, pool=self._owner.pool, capture_error_mode="thread_local"),

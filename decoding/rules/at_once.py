@@ -178,9 +178,9 @@ def reject(batch: Undecided) -> Int[Tensor, "rows 3"]:
 def climb(batch: Undecided) -> Int[Tensor, "rows 3"]:
     """Decide chains drawn from q by `traversal_verification`; return the same as `walk`.
 
-    This does the same as `traverse` with a third of the kernels. Every node below the root was drawn from q, so chains
-    with grafted nodes go to `traverse`. On the way down the chain, A needs no random number. Then, from the deepest
-    node up to the root, the next number decides whether a node is kept. The letters are as in the rule.
+    The function does the same as `traverse` with a third of the kernels. Every node below the root was drawn from q, so
+    chains with grafted nodes go to `traverse`. On the way down the chain, A needs no random number. Then, from the
+    deepest node up to the root, the next number decides whether a node is kept. The letters are as in the rule.
     """
     depths = [tree.shape.max_depth for tree in batch.trees]
     deepest, own = max(depths), batch.sent(depths)[:, None]

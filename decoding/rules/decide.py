@@ -1,8 +1,8 @@
 """Verdicts for the rows of a batch: the sampling controls are applied to the target's logits, and then each row is
 decided by its rule. On an accelerator (except MPS), rows with the same rule are decided together if
 `decoding.rules.at_once` has a function for the rule and these proposals. On a CPU rows are decided one by one, because
-a single row fits into the processor's cache and stops as soon as it is decided; only large batches of `sampled_verify`
-are decided together.
+a single row fits into the processor's cache, and its computation stops as soon as the row is decided; only large
+batches of `sampled_verify` are decided together.
 """
 
 from collections.abc import Sequence

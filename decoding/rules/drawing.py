@@ -101,8 +101,7 @@ class GeneratorSource:
         return self.uniform() < probability
 
     def draw(self, weights: Float[Tensor, " vocab"]) -> int:
-        # `inverse_cdf` of a single row without the row axis: faster, which matters because it runs for every drafted
-        # token.
+        # `inverse_cdf` for a single row without the row axis. This is faster, and it runs for every drafted token.
         cumulative = _cumulative(weights)
         token = int(torch.searchsorted(cumulative, cumulative[-1] * self.uniform(), right=True))
         if token == len(weights):

@@ -213,7 +213,7 @@ def adjusted_logits(
     assert history is not None, "penalties and processors need the history"
     logits = _widened(logits)
     if sampling.needs_seen:
-        assert history.seen is not None, "a repetition penalty needs the tokens seen"
+        assert history.seen is not None, "a repetition penalty needs the tokens that were seen"
         penalty = sampling.repetition_penalty
         logits = torch.where(history.seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
     return _processed(logits, sampling, history) if sampling.processors else logits

@@ -88,8 +88,8 @@ class TreeShape:
         """Build a shape from paths of child ranks, as Medusa writes its trees (``medusa_choices``).
 
         ``(0, 2)`` is the third best child (rank 2) of the best child of the root. Every prefix of a path must be
-        listed; otherwise UserError is raised. Returns the shape, and the rank of each node among its siblings, without
-        the root. Nodes are ordered by depth, then by path, with the best sibling first.
+        listed; otherwise UserError is raised. Returns the shape and, for each node except the root, the node's rank
+        among its siblings. Nodes are ordered by depth, then by path, with the best sibling first.
         """
         ordered = sorted({tuple(path) for path in paths} - {()}, key=lambda path: (len(path), path))
         node_of: dict[tuple[int, ...], int] = {(): 0}

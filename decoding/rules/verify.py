@@ -70,10 +70,11 @@ def greedy(proposal: Proposal, target_scores: Float[Tensor, "nodes vocab"], sour
 def sampled_verify(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
     """Draw a token from p at each node: move to the child with this token, or write it if there is none.
 
-    Lossless for any draft, however its tokens were chosen. Each written token takes exactly one draw from ``source``,
-    from p in its context, as in plain decoding. If the drafter draws nothing from ``source``, the text is therefore the
-    one that plain decoding writes with the same seed. A child drawn from q is kept with probability sum over x of p(x)
-    q(x). Rejection keeps the child at least as often: with probability sum over x of min(p(x), q(x)).
+    The rule is lossless for any draft, however the draft's tokens were chosen. Each written token takes exactly one
+    draw from ``source``, from p in its context, as in plain decoding. If the drafter draws nothing from ``source``, the
+    text is therefore the one that plain decoding writes with the same seed. A child drawn from q is kept with
+    probability sum over x of p(x) q(x). Rejection keeps the child at least as often: with probability sum over x of
+    min(p(x), q(x)).
     """
     tree = proposal.tree
     path: list[int] = []
@@ -100,7 +101,7 @@ def recursive_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], sou
     with probability p(x), and the order of the children does not matter. For such children, the distribution of
     verdicts is the same as with `sampled_verify`. Grafted children come after the drawn children, with q = delta(x).
     With one drawn child and one grafted child x, a child is kept with probability p(x) + sum over y != x of min(p(y),
-    q(y)), at least as often as with either child alone.
+    q(y)). That is at least as often as with either child alone.
     """
     tree = proposal.tree
     path: list[int] = []
@@ -139,8 +140,8 @@ def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], 
 
     def entered(node: int, kept: float) -> _Visit:
         """Return the visit of ``node`` with A = ``kept`` and no child tried yet."""
-        # The product A p is all that the formulas use. At a leaf a token is only drawn from p, so the scale of p does
-        # not matter.
+        # The product A p is all that the formulas use.
+        # At a leaf a token is only drawn from p, so the scale of p does not matter.
         mass = p[node] * kept if tree.shape.children[node] else p[node]
         return node, kept, mass, _children_with_q(proposal, node, mass)
 
@@ -163,8 +164,8 @@ def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], 
         residual = (mass - q_now).clamp_(min=0)  # the tried child is rejected
         left = float(residual.sum())
         if left == 0:
-            # Without a residual the node is rejected. At the root this means that p equals q up to rounding, as in
-            # token rejection.
+            # Without a residual the node is rejected.
+            # At the root this means that p equals q up to rounding, as in token rejection.
             kept = 0.0
             children = iter(())
             continue

@@ -180,8 +180,8 @@ class CascadeSession(RowsSession):
                 _Judged(verdict, None) for verdict in decide(guesses, scores, SamplingConfig(), None, None, sources)
             ]
         q = probabilities(flat, sampling, history)
-        # An extra last token, which means "none", has all the mass if no token is allowed. The logarithms are logits of
-        # the same q.
+        # An extra last token, which means "none", has all the mass if no token is allowed.
+        # The logarithms are logits of the same q.
         massless = q.isnan().any(-1, keepdim=True)
         scores = torch.cat([q.masked_fill(massless, 0), massless.to(q)], -1).log()
         padded = [guess if guess.q is None else replace(guess, q=F.pad(guess.q, (0, 1))) for guess in guesses]

@@ -82,7 +82,7 @@ def family_of(spec: DrafterSpec, load: Load, most_nodes: int, most_depth: int) -
 def first_tree(depth: int, ranks: int, nodes: int) -> Paths:
     """Return the tree for the first measurement of acceptance, chosen for typical heads.
 
-    It contains the whole chain, because a chain that is better than typical must be measured to its end.
+    The tree contains the whole chain, because a chain that is better than typical must be measured to its end.
     """
     shares = [[_TOP_SHARE * _DEPTH_FALL**level * _SHARE_FALL**rank for rank in range(ranks)] for level in range(depth)]
     chain = {(0,) * length for length in range(1, min(depth, nodes) + 1)}

@@ -26,7 +26,8 @@ from decoding.rules.best_tree import Paths, best_tree, expected_accepted
 from decoding.rules.sampling import SamplingConfig
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Numbers of tokens in the measured passes; all except 1 are also the sizes, with the root, of the trees tried."""
+"""Numbers of tokens in the measured passes. All numbers except 1 are also the sizes, including the root, of the trees
+that are tried."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,10 @@ class Planner(CostSurvey):
         return list(by_tree.values())
 
     def _judged(self, measured: MeasuredFamily, prediction: Prediction) -> Prediction:
-        """Replace a tree's predicted tokens per pass by the number measured on prompts that did not choose the tree."""
+        """Replace the predicted tokens per pass of a tree by the measured number.
+
+        The number is measured on prompts that were not used to choose the tree.
+        """
         if measured.family.kind != "tree":
             return prediction
         spec = prediction.candidate.spec

@@ -47,7 +47,7 @@ in the recipes (2607.05147)."""
 
 
 class Prospects(CostSurvey):
-    """Measured costs of untrained drafters by kind; drafters with random weights take as much time as trained ones."""
+    """Measured costs of untrained drafters, by kind. Random weights do not change how long a drafter takes."""
 
     def __init__(
         self, target: CausalLM, drafters: Mapping[str, Drafter], prompts: Sequence[Sequence[int]], config: PlanConfig

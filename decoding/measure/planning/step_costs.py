@@ -97,7 +97,7 @@ class StepSurvey:
 
 
 def _typical(samples: Sequence[tuple[int, StepSeconds]]) -> StepSeconds:
-    """Return the mean seconds of the steps, without hiccups. ``samples`` are pairs of drafted tokens and seconds.
+    """Return the mean seconds of the steps, without hiccups. ``samples`` are pairs (number of drafted tokens, seconds).
 
     The mean is used because speed-ups are ratios of sums. On a busy machine plain steps, which are limited by memory,
     slow down more than wide steps. A lookup has steps with and without a draft, and a draft may take as long as several
@@ -251,7 +251,7 @@ class Prediction:
 
 
 def best(candidates: Sequence[Candidate], costs: StepCosts) -> Prediction:
-    """Return the candidate with the greatest speed-up at these costs; among equals, the fewest nodes decide."""
+    """Return the candidate with the greatest speed-up at these costs; if several are equal, the smallest one."""
     predictions = [Prediction(candidate, costs.step(candidate.budget), costs.plain) for candidate in candidates]
     return max(predictions, key=lambda prediction: (prediction.speedup, -prediction.candidate.budget.nodes))
 

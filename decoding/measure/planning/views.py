@@ -65,9 +65,9 @@ def basis(plan: Mapping[str, Any]) -> str:
 NAMES = {"heads": "heads", "dspark": "DSpark draft", "draft": "small draft"}
 """Names of the kinds of drafts, as readers see them."""
 _PAYS = (
-    "Lowest per-position acceptance at which a chain of this length is faster; – if it never is. "
-    "Measured with random weights: heads that share the lm_head, a DSpark draft as in the recipes, and one layer of "
-    "the target as a small draft."
+    "Lowest per-position acceptance at which a chain of this length is faster; – means that it never is. "
+    "The measured drafts have random weights: heads that share the lm_head, a DSpark draft as in the recipes, and one "
+    "layer of the target as a small draft."
 )
 _REACHED = "Acceptance depends on target, texts and training: published figures are a guide, not a promise."
 

@@ -261,7 +261,7 @@ def enumerate_turn(draft: Draft, decide: Decide, p: ContextModel, length: int) -
 
 
 def distance_from_target(draft: Draft, decide: Decide, p: ContextModel, length: int) -> float:
-    """Return the largest difference between the probability of a sequence of ``length`` tokens and p's probability."""
+    """Return the largest difference between the probability of ``length`` tokens and their probability under p."""
     return enumerate_turn(draft, decide, p, length).distance
 
 

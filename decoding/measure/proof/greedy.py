@@ -64,7 +64,7 @@ def greedy_identity(reference: Reference, texts: Sequence[EngineText]) -> Findin
     ties = [miss["margin"] for miss in misses if miss["margin"] <= near]
     identical = len(texts) - len({miss["text"] for miss in misses})
     tokens = sum(len(text.tokens) for text in texts)
-    sentence = f"{identical} of {len(texts)} texts equal the target's greedy texts, {tokens:,} tokens"
+    sentence = f"{identical} of {len(texts)} texts equal the target's greedy texts ({tokens:,} tokens in total)"
     if ties:
         sentence += f"; {len(ties)} near-ties were decided differently, with gaps of up to {max(ties):.3g}"
     if faults:

@@ -93,7 +93,7 @@ def panel(width: float = 3.5, height: float = 2.5) -> tuple[Figure, Axes]:
 
 
 def shade_below_one(axes: Axes) -> None:
-    """Draw a line at speed-up 1 and shade the area below it. Set the y limits before."""
+    """Draw a line at speed-up 1 and shade the area below it. Set the y limits before the call."""
     low, high = axes.get_ylim()
     axes.axhspan(low, 1, color=GRID, alpha=0.16, linewidth=0)
     axes.axhline(1, color=INK, linewidth=0.9, linestyle=(0, (2, 2)))
