@@ -54,7 +54,9 @@ class FixedPolicy:
 
     def __init__(self, depth: int | None = None, nodes: int | None = None) -> None:
         if (depth is not None and depth < 0) or (nodes is not None and nodes < 1):
-            raise UserError(f"a depth of {depth} and {nodes} nodes: use a depth from 0 and at least 1 node (the root)")
+            raise UserError(
+                f"a depth of {depth} and {nodes} nodes: use at least depth 0 and at least 1 node (the root)"
+            )
         self._depth = math.inf if depth is None else depth
         self._nodes = math.inf if nodes is None else nodes
 

@@ -156,7 +156,7 @@ def _answer(report: Report, setting: str) -> str:
     timed = [row for row in named(report.rows, setting) if speed_of(row) is not None and row.method != PLAIN]
     if not timed:
         alone = "The speed-up is unknown" if report.served else "Only plain decoding was timed"
-        return one_line(f"{alone}, {setting}.")
+        return one_line(f"{alone} ({setting}).")
     best = max(timed, key=lambda row: speed_of(row) or 0.0)
     figure = best.speedup_of_totals or Figure(speed_of(best))
     said = f"{estimate(figure, '×')} plain decoding, {setting}, {load_of(report)} {best.batch_size or 1}"

@@ -91,7 +91,9 @@ class Eagle3Config:
                 "use sizes that fit"
             )
         if self.draft_vocab_size > self.vocab_size:
-            raise UserError(f"draft_vocab_size is {self.draft_vocab_size}: use at most the target's {self.vocab_size}")
+            raise UserError(
+                f"draft_vocab_size is {self.draft_vocab_size}: use at most the target's {self.vocab_size} tokens"
+            )
         if type(self.rms_norm_eps) is not float or not 0 <= self.rms_norm_eps < 1:
             raise UserError(f"rms_norm_eps is {self.rms_norm_eps!r}: use a number from 0 to 1")
         if self.norm_before_fc and self.fc_norm:

@@ -11,7 +11,7 @@ from decoding.errors import UserError
 
 
 def inverse_cdf(weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-    """Draw one token per row in proportion to its weights (any positive sum), from uniforms in [0, 1).
+    """Draw one token per row in proportion to its weights (any positive sum), from uniform numbers in [0, 1).
 
     The draws are made on the weights' device without waiting for it; the uniforms may be on the host. A token of weight
     0 is never drawn. For a row with NaN or without any weight the result is ``vocab``, an invalid id.
@@ -112,7 +112,7 @@ class GeneratorSource:
 def draw_rows_without_replacement(
     weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, "rows count"]
 ) -> Int[Tensor, "rows count"]:
-    """Draw up to ``count`` distinct indices per row, from uniforms in [0, 1).
+    """Draw up to ``count`` distinct indices per row, from uniform numbers in [0, 1).
 
     Each draw is in proportion to the weights of the remaining indices. The draws are made on the weights' device
     without waiting for it; the uniforms may be on the host. Once no index of a row has weight left, or if the weights
