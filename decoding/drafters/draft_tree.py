@@ -101,7 +101,7 @@ class DraftTreeSession(StateSession):
         else:
             best, tokens = probabilities(flat, self._sampling, history).float().topk(self._drafter.width)
             scores = best.log()
-        # fp32 represents every id below 2^24 exactly, so ids and scores come to the host in one transfer.
+        # fp32 represents every id below 2^24 exactly, so ids and scores can share one transfer to the host.
         token_lists, score_lists = torch.stack([tokens.float(), scores]).tolist()
         return [
             [(int(token), score) for token, score in zip(*node, strict=True) if score > -math.inf]

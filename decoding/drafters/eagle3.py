@@ -101,7 +101,7 @@ def _level(shapes: Sequence[TreeShape], first: Sequence[int], device: torch.devi
     """Describe the level that consists of each tree's nodes from ``first[row]`` to the end."""
     counts = [len(shape) - begin for shape, begin in zip(shapes, first, strict=True)]
     width = max(counts)
-    last = max(map(len, shapes)) - (min(counts) == width)  # one more number, if there is padding
+    last = max(map(len, shapes)) - (min(counts) == width)  # padding, if there is any, needs one more number
     nodes, parents = torch.full((len(shapes), width), last), torch.zeros(len(shapes), width, dtype=torch.long)
     visible = torch.zeros(len(shapes), width, last, dtype=torch.bool)
     for row, (shape, begin, count) in enumerate(zip(shapes, first, counts, strict=True)):

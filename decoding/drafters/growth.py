@@ -252,7 +252,9 @@ class Growth:
                     q[level.q_rows] = weights
                 else:
                     q[level.q_rows[:, None], own] = weights
-                    own = F.pad(own, (0, 1), value=texts.vocab_size)  # stands for a draw that found no weight left
+                    own = F.pad(
+                        own, (0, 1), value=texts.vocab_size
+                    )  # this id stands for a draw that found no weight left
             else:
                 adjusted, width = adjusted_logits(below.logits, sampling, history), level.child.shape[1]
                 best = best_tokens(adjusted)[:, None] if width == 1 else adjusted.topk(width).indices

@@ -75,7 +75,7 @@ class HybridDrafter(Drafter):
         return first_nodes, max_nodes - first_nodes + 1
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
-        if self.lookup.kinds(sampling) != {ProposalKind.DETERMINISTIC}:  # drawn tokens would lose their q
+        if self.lookup.kinds(sampling) != {ProposalKind.DETERMINISTIC}:  # because drawn tokens would lose their q
             raise UserError(
                 f"{self.lookup.name} draws its tokens, so it cannot be a hybrid's lookup: use prompt lookup"
             )

@@ -48,9 +48,9 @@ def fingerprint(module: nn.Module) -> str:
 def stored_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str:
     """Return a short hash of the files of a model, heads or LoRA adapters, in a folder or under a Hub id.
 
-    The hash covers the config and every tensor's name, shape, stored dtype and bytes. For heads it also covers the
-    tree, because the figures of heads depend on it; for adapters it also covers the base model. Files are read in
-    pieces at about a second per GB, and only once per process unless they change.
+    It covers the config and every tensor's name, shape, stored dtype and bytes. It also covers the tree of heads,
+    because their figures depend on the tree, and the base model of adapters. Files are read in pieces at about a second
+    per GB, and only once per process unless they change.
 
     Raises UserError if the model does not exist or one of its files cannot be read.
     """
@@ -62,7 +62,7 @@ def stored_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str
 
 @lru_cache(maxsize=16)
 def _stored_fingerprint(folder: Path, trust_remote_code: bool, files: tuple[tuple[str, int, int, int], ...]) -> str:
-    """Compute `stored_fingerprint`; ``files`` (names, sizes, times of changes) is only a key of the cache."""
+    """Compute `stored_fingerprint`; ``files`` (names, sizes, times of changes) only serves as a key of the cache."""
     try:
         hashed = hashlib.sha256(_json_bytes(_described(folder, trust_remote_code)))
         for name, path in sorted(files_of_tensors(folder).items()):

@@ -51,7 +51,7 @@ def _texts(
     for _, index, run in sorted(texts, key=lambda text: text[0]):
         pieces = pieces_of(run, tokenizer, measurement.config.eos_token_ids)
         written = "".join(text for text, _ in pieces)
-        if without_secrets(written) != written:  # a secret may span several pieces, so drop the whole text
+        if without_secrets(written) != written:  # a secret may span several pieces, so the whole text is dropped
             continue
         prompt = without_secrets(str(tokenizer.decode(list(source.prompt(index, cell.context)))))
         yield Sample(setting, method, source.tasks[index], prompt[-_PROMPT_CHARACTERS:], pieces)

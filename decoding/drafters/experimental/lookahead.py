@@ -137,7 +137,7 @@ class _Window:
             yield [*trunk, *column[1:]]
 
     def _keep(self, ngram: Sequence[int]) -> None:
-        """Put an n-gram into the pool; drop the oldest one with the same first token if the pool is full."""
+        """Put an n-gram into the pool. Of more than ``guesses`` n-grams with the same first token, drop the oldest."""
         rests = self._pool.setdefault(ngram[0], {})
         rest = tuple(ngram[1:])
         rests.pop(rest, None)

@@ -246,7 +246,7 @@ class Planner(CostSurvey):
         costs = measured.costs[rows]
         prediction = self._judged(measured, best(measured.candidates, costs))
         straight = self._judged(measured, best(measured.chains, costs)) if measured.chains else None
-        if straight is not None and straight.speedup > prediction.speedup:  # possible on other prompts
+        if straight is not None and straight.speedup > prediction.speedup:  # the judging prompts may differ
             prediction = straight
         return {
             "drafter": str(measured.family.spec),
