@@ -1,4 +1,4 @@
-"""Speculative decoding for transformers models: drafters, acceptance rules, one loop, and its measurement.
+"""Speculative decoding for transformers models: drafters, acceptance rules, one decoding loop, and measurements.
 
 ``__init__.pyi`` lists the public names and their types. Each name is imported on first use, so ``import decoding`` does
 not load PyTorch.

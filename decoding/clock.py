@@ -15,7 +15,7 @@ def marked(device: torch.device) -> torch.cuda.Event:
 class PhaseClock:
     """Clock of consecutive phases.
 
-    On a GPU each mark is an event in the queue, which is read once the step has finished.
+    On a GPU each mark is an event in the GPU's queue, and the time of the event is read once the step has finished.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Sampling controls of `transformers`: reads its generation configs and builds its logits processors."""
+"""Sampling controls of `transformers`: this module reads generation configs and builds logits processors from them."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -21,17 +21,18 @@ Processor = LogitsProcessor | ForPromptLength
 
 _REFUSED = {
     "beam search is another algorithm": "num_beams num_beam_groups diversity_penalty constraints force_words_ids",
-    "it is not a sampling algorithm": "penalty_alpha dola_layers watermarking_config",
-    "it needs a second pass of the target for every token": "guidance_scale",
+    "this option selects an algorithm other than sampling": "penalty_alpha dola_layers watermarking_config",
+    "this option needs a second pass of the target for every token": "guidance_scale",
     "the target has no encoder": "encoder_repetition_penalty encoder_no_repeat_ngram_size forced_bos_token_id",
     "a text that is cut at its maximum length does not end with EOS": "forced_eos_token_id",
-    "it rewrites the prompt: change the prompt before decoding": "token_healing",
+    "this option rewrites the prompt: change the prompt before decoding": "token_healing",
     "repeat the prompt once per text": "num_return_sequences",
     "choose the drafter here, not in the generation config": "prompt_lookup_num_tokens assistant_early_exit "
     "assistant_ensemble_weight speculation_type use_mtp",
 }
-"""Unsupported options that change the text, grouped by the reason. None, 0 or False switches an option off."""
-_REFUSED_IF_SAMPLING = {"top_k, top_p, min_p or typical_p cut the tail instead": "top_h epsilon_cutoff eta_cutoff"}
+"""Unsupported options that change the text, grouped by the reason. A value of None, 0 or False switches an option off.
+"""
+_REFUSED_IF_SAMPLING = {"use top_k, top_p, min_p or typical_p instead": "top_h epsilon_cutoff eta_cutoff"}
 _OFF_AT_ONE = {"num_beams", "num_beam_groups", "guidance_scale", "encoder_repetition_penalty", "num_return_sequences"}
 _KNOWN_NAMES = """
 do_sample temperature top_k top_p min_p typical_p repetition_penalty eos_token_id sequence_bias no_repeat_ngram_size
@@ -44,8 +45,9 @@ use_cache cache_implementation cache_config max_cache_len prefill_chunk_size com
 continuous_batching_config renormalize_logits transformers_version output_attentions output_hidden_states output_scores
 output_logits return_dict_in_generate
 """
-"""Accepted options: some are supported, and the others change nothing here. The others set the end of a text (see
-`DecodingConfig`), are read only by beam search or an assistant, or control how `generate` computes and returns.
+"""Accepted options. Some are supported, and the rest have no effect here: they set the end of a text (for which
+`DecodingConfig` has its own settings), are read only by beam search or an assistant, or control how `generate` computes
+and returns its output.
 """
 _KNOWN = frozenset(_KNOWN_NAMES.split())
 
@@ -53,18 +55,19 @@ _KNOWN = frozenset(_KNOWN_NAMES.split())
 def sampling_from_generation_config(
     config: GenerationConfig, processors: Sequence[Processor] = (), device: torch.device | str = "cpu"
 ) -> SamplingConfig:
-    """Return the controls that `generate` applies with this config and ``logits_processor=processors``, in the same
-    order.
+    """Return the controls that `generate` applies with this config and ``logits_processor=processors``, in the order in
+    which `generate` applies them.
 
-    Reads the config as `generate` does: decoding is greedy unless ``do_sample`` is set, and an unset ``top_k`` is 50.
-    ``device`` is the device of the logits. Length limits and end tokens are not read here; they belong in
+    The config is read as `generate` reads it: decoding is greedy unless ``do_sample`` is set, and an unset ``top_k`` is
+    50. ``device`` is the device of the logits. Length limits and end tokens are not read here; they belong in
     `DecodingConfig`. Raises UserError, with the option's name, if an unsupported option is set.
     """
     sample = bool(config.do_sample)
     _refuse_unsupported(config, {**_REFUSED, **(_REFUSED_IF_SAMPLING if sample else {})})
     penalty = config.repetition_penalty or 1.0
-    # `SamplingConfig` applies its repetition penalty before all processors. `generate` applies a sequence bias before
-    # the penalty, and a penalty from the caller replaces the config's. In both cases the penalty must be a processor.
+    # `SamplingConfig` applies its repetition penalty before all processors.
+    # `generate` applies a sequence bias before the penalty, and a penalty from the caller replaces the config's
+    # penalty. In both cases the penalty must be a processor here.
     if penalty != 1 and (config.sequence_bias or RepetitionPenaltyLogitsProcessor in map(type, processors)):
         penalty = 1.0
         merged = _processors(config, processors, device)
@@ -91,7 +94,7 @@ def _refuse_unsupported(config: GenerationConfig, refused: Mapping[str, str]) ->
         for name in names.split():
             if (value := getattr(config, name, None)) and not (value == 1 and name in _OFF_AT_ONE):
                 raise UserError(f"{name} is {value}, which is not supported: {reason}; unset it")
-    # Only options that `transformers` defines: `generate` ignores other entries of published configs.
+    # Only options that `transformers` defines are checked, because `generate` ignores other entries of configs.
     every = " ".join((*_REFUSED.values(), *_REFUSED_IF_SAMPLING.values())).split()
     for name in sorted(vars(GenerationConfig()).keys() - _KNOWN - set(every)):
         if not name.startswith("_") and getattr(config, name, None) is not None:
@@ -109,13 +112,13 @@ def _processors(
 ) -> tuple[Processor, ...]:
     """Return the processors that `generate` builds from the config and the caller's processors."""
     own = copy.deepcopy(config)
-    own.update(do_sample=False, **changes)  # without processors for temperature, top_k, ...
+    own.update(do_sample=False, **changes)  # so that no processors are built for temperature, top_k, ...
     eos = [] if config.eos_token_id is None else torch.as_tensor(config.eos_token_id).flatten().tolist()
     own._eos_token_tensor = torch.tensor(eos, device=device) if eos else None
     for name in ("min_length", "min_new_tokens", "exponential_decay_length_penalty"):
         if getattr(own, name, None) and not eos:
             value = getattr(own, name)
-            raise UserError(f"{name} is {value} but eos_token_id is not set: set it, or unset {name}")
+            raise UserError(f"{name} is {value} but eos_token_id is not set: set eos_token_id, or unset {name}")
 
     @lru_cache(maxsize=256)
     def build(prompt_length: int) -> Any:

@@ -1,4 +1,4 @@
-"""A chat with a target, in its chat template; the target's cache is kept from turn to turn."""
+"""A chat with a target, in the target's chat template; the target's cache is kept from turn to turn."""
 
 from collections.abc import Generator, Iterator
 from dataclasses import replace
@@ -13,12 +13,12 @@ from decoding.text import Step, decode_text
 
 
 class Conversation:
-    """Turns of questions and answers; each turn runs only the tokens that the target has not run before.
+    """A series of questions and answers. In each turn the target runs only the tokens that it has not run before.
 
     Each turn encodes all messages again with the chat template, or joins them by line ends if there is no template. So
     the answer is the one that `Engine` decodes for the same messages, even after interrupted or undone turns. The
-    target reuses its cache up to the first token that differs. If the template changes an earlier answer, or its text
-    is tokenized differently, part of that answer runs again. Drafts keep no cache between turns.
+    target reuses its cache up to the first token that differs. If the template changes an earlier answer, or if the
+    answer's text now has other tokens, part of that answer runs again. Drafts keep no cache between turns.
 
     ``messages`` are the messages of finished turns, in the form that chat templates take. ``answer_limit`` is the token
     limit of the last answer: ``max_new_tokens``, or fewer tokens if the context is nearly full.
@@ -45,11 +45,11 @@ class Conversation:
         return min((limit for limit in limits if limit is not None), default=None)
 
     def ask(self, question: str) -> Iterator[Step]:
-        """Answer a question; yield each step after its target pass, and end the turn after the last one.
+        """Answer a question: yield each decoding step after its target pass, and end the turn after the last step.
 
-        If a turn is closed or interrupted, the steps so far become its answer; a turn without steps leaves no trace.
+        If a turn is closed or interrupted, the text so far becomes its answer; a turn without steps leaves no trace.
         Turn i (from 0) is decoded with the seed ``seed + i``. Raises UserError at once if the template rejects the
-        question or the context cannot hold it; the conversation is then unchanged.
+        question, or if the question does not fit into the context; the conversation is then unchanged.
         """
         self._end_turn()
         prompt = self.encode(question)
@@ -99,7 +99,7 @@ class Conversation:
                 self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def _end_turn(self) -> None:
-        """End a turn that its caller left before the last step."""
+        """End a turn that the caller abandoned before its last step."""
         if self._turn is not None:
             self._turn.close()
         self._turn = None

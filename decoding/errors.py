@@ -1,4 +1,4 @@
-"""Errors that users can fix, each with its remedy, and the errors of libraries in one line."""
+"""Errors that users can fix, each with its remedy, and functions that shorten the errors of libraries."""
 
 import reprlib
 from collections.abc import Hashable, Iterable

@@ -7,9 +7,9 @@
 | `ANSWER_FIELDS` | the answer: a text or messages; if the first message is the user's, they are a whole conversation |
 | `SYSTEM_FIELDS` | the system message, unless the messages begin with one (LLaMA-Factory) |
 | ``history`` | earlier turns: pairs of question and answer (LLaMA-Factory), or messages |
-| `_ABOUT` | a text that the prompt refers to, which follows it (Alpaca, Dolly) |
+| `_ABOUT` | a text to which the prompt refers; it is appended to the prompt (Alpaca, Dolly) |
 | ``tools``, ``functions`` | functions that the assistant may call |
-| ``label``, ``kto_tag`` | false: the answer is a bad one, so it is not trained (TRL, LLaMA-Factory) |
+| ``label``, ``kto_tag`` | false: the answer is bad, so training leaves it out (TRL, LLaMA-Factory) |
 | `METADATA` | descriptions of the row, which are not part of its text |
 """
 
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from decoding.errors import UserError
 
 CONVERSATIONS = ("messages", "conversations", "chosen")
-"""Columns whose messages contain answers. ``chosen`` belongs to them only in preference rows without a prompt (TRL)."""
+"""Columns whose messages contain answers. ``chosen`` is one of them only in preference rows without a prompt (TRL)."""
 PROMPT_FIELDS = (
     *("prompt", "question", "instruction", "problem", "query", "turns", "messages", "conversations", "input", "text"),
     *("chosen",),
@@ -50,7 +50,7 @@ REASONING = ("reasoning_content", "thinking")
 Message = dict[str, Any]
 Tools = list[Any]
 """Functions that an assistant may call, as chat templates and OpenAI's chat API define them."""
-_CALLS = ("function_call", "tool_call")  # their texts are calls as JSON in LLaMA-Factory's ShareGPT
+_CALLS = ("function_call", "tool_call")  # the text of such a message is a call as JSON (LLaMA-Factory's ShareGPT)
 _ROLES = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot", "ai", *_CALLS), "assistant"),
@@ -60,18 +60,20 @@ _ROLES = {
 }
 """Maps names of speakers to roles of chat templates. Case and hyphens do not matter."""
 _FLAGS = ("weight", "loss_weight", "train", "training", "train_on_turn", "loss", "loss_mask")
-"""Flags of a message; 0 or false excludes it from training (OpenAI, LLaMA-Factory, Axolotl, ms-swift, verl)."""
+"""Flags of a message. The value 0 or false excludes the message from training (OpenAI, LLaMA-Factory, Axolotl,
+ms-swift, verl).
+"""
 UNTRAINED = {"weight": 0}
-"""The entry of a checked message that is not to be trained (OpenAI)."""
+"""The entry that marks a checked message which training must leave out (OpenAI)."""
 _SPOKEN = ("role", "from", "content", "value")
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _TEXT_ANSWERS = ("answer", "response", "completion")
-"""If a row has one of these fields, its ``text`` is a prompt. The same is true of ``code`` in rows of mbpp, which have
-a ``task_id``."""
+"""If a row has one of these fields, the row's ``text`` is a prompt. In rows of mbpp, which have a ``task_id``, the
+field ``code`` has the same effect."""
 
 
 def find_prompt(row: dict[str, Any]) -> str | None:
-    """Return the first of `PROMPT_FIELDS` that the row has, or None; ``chosen`` counts only as a list of messages."""
+    """Return the first of `PROMPT_FIELDS` that the row has, or None; ``chosen`` counts only if it is a list."""
     known = PROMPT_FIELDS if isinstance(row.get("chosen"), list) else PROMPT_FIELDS[:-1]
     return next((name for name in known if row.get(name) is not None), None)
 
@@ -90,7 +92,7 @@ class Prompt(NamedTuple):
     name: str
     """The column of the prompt itself."""
     messages: list[Message]
-    """The messages, in the form of `check_messages`: system message, history, and the prompt itself."""
+    """System message, history, and the prompt itself, as messages in the form that `check_messages` returns."""
     columns: frozenset[str]
     """The columns that the messages come from."""
     begins: int
@@ -98,13 +100,15 @@ class Prompt(NamedTuple):
 
 
 def prompt_of(row: dict[str, Any], field: str | None, where: str) -> Prompt:
-    """Return the row's prompt with the messages before it, from the column ``field`` or the first of `PROMPT_FIELDS`.
+    """Return the row's prompt and the messages before the prompt.
+
+    The prompt is read from the column ``field``, or from the first of `PROMPT_FIELDS` that the row has.
 
     Raises UserError, naming the row by ``where``, if the column is missing or contains neither text nor messages.
     """
     name = field or find_prompt(row)
     if name is None or name not in row:
-        wanted = f"the field {field!r}" if field else f"a field of {', '.join(PROMPT_FIELDS)}"
+        wanted = f"the field {field!r}" if field else f"one of the fields {', '.join(PROMPT_FIELDS)}"
         raise UserError(f"{where}: the row lacks {wanted}; it has {', '.join(sorted(row))}")
     own = check_messages(row[name], where) if name in CONVERSATIONS else _spoken(row[name], name, "user", where)
     columns, before = {name}, list[Message]()
@@ -132,7 +136,9 @@ def answer_of(row: dict[str, Any], name: str, where: str) -> list[Message]:
 
 
 def unread_columns(row: dict[str, Any], columns: Set[str], messages: Iterable[Message]) -> tuple[str, ...]:
-    """Return the columns of a row that are ignored: all except ``columns``, metadata, empty columns and repetitions."""
+    """Return the columns of a row whose content is ignored: all columns that are not in ``columns``, not metadata, not
+    empty, and do not repeat a text of ``messages`` or ``columns``.
+    """
     said = [*_EMPTY, *(message["content"] for message in messages), *(row.get(name) for name in columns)]
     return tuple(
         name for name, value in row.items() if name not in columns and not is_metadata(name) and value not in said
@@ -240,12 +246,12 @@ def _checked(message: Any, where: str) -> Message:
     rest |= {} if all(flags) else UNTRAINED
     content = "" if content is None and UNSPOKEN & rest.keys() else _joined(content, where)
     if name is None or not isinstance(content, str):
-        raise UserError(f"{where}: a message is {message!r:.60}, without text in role and content")
+        raise UserError(f"{where}: a message is {message!r:.60}, but its role and content must both be text")
     return {"role": _ROLES[name], "content": content, **rest}
 
 
 def is_trained(message: Message) -> bool:
-    """Return True for an assistant's checked message that may be trained."""
+    """Return True for a checked message of the assistant, unless it is excluded from training."""
     return message["role"] == "assistant" and not UNTRAINED.items() <= message.items()
 
 
@@ -260,7 +266,9 @@ def _joined(content: Any, where: str) -> Any:
 
 
 def _calls(value: Any) -> list[Any] | None:
-    """Return calls in OpenAI's form, from a list, a single call or their JSON text; None for anything else."""
+    """Return tool calls in OpenAI's form. ``value`` is a list of calls, a single call, or the JSON text of either; for
+    anything else, return None.
+    """
     with suppress(TypeError, ValueError):
         value = json.loads(value)
     calls = value if isinstance(value, list) else [value]

@@ -1,6 +1,6 @@
 """THE decoding loop: propose, verify, commit. Plain decoding, every drafter, every rule and batches all use it.
 
-`decoding.reference` has the same steps, with the same numbers, for one text and without caches.
+`decoding.reference` implements the same steps, numbered in the same way, for a single text and without caches.
 """
 
 import math
@@ -29,18 +29,17 @@ from decoding.rules.verify import GREEDY, Rule, Verdict
 from decoding.text import Generation, Step, StopCheck, Text, TextDecoder, check_prompt
 
 Seeds = Sequence[int] | None
-"""A seed for each text of a batch; None means the seeds that follow from the config."""
+"""A seed for each text of a batch; None means that the seeds follow from `DecodingConfig.seed`."""
 
 
 @dataclass(frozen=True)
 class DecodingConfig:
     """Settings of decoding.
 
-    ``rule`` None means the greedy rule at temperature 0; above 0 it means the lossless rule that fits the draft.
-
-    Text i (from 0) of a batch is decoded with the seed ``seed + i``, independent of the other texts in the batch.
-    ``logprobs`` returns each new token's log-probability under the target, before any sampling control; ``trees``
-    returns each step's drafted tree.
+    If ``rule`` is None, the rule is greedy at temperature 0; at a higher temperature it is the lossless rule that fits
+    the draft. Text i (from 0) of a batch is decoded with the seed ``seed + i``, independently of the other texts. With
+    ``logprobs``, each step contains the log-probabilities of its tokens under the target, before any sampling control.
+    With ``trees``, each step contains its drafted tree.
     """
 
     max_new_tokens: int = 128
@@ -57,7 +56,9 @@ class DecodingConfig:
             raise UserError(f"max_new_tokens is {self.max_new_tokens}: use at least 1")
         if self.rule is not None and self.sampling.greedy != (self.rule is GREEDY):
             wanted = "temperature 0" if self.rule is GREEDY else "a temperature above 0"
-            raise UserError(f"the {self.rule.name} rule needs {wanted}, but it is {self.sampling.temperature:g}")
+            raise UserError(
+                f"the {self.rule.name} rule needs {wanted}, but the temperature is {self.sampling.temperature:g}"
+            )
         if "" in self.stop_strings:
             raise UserError("a stop string is empty: use at least one character")
 
@@ -98,14 +99,14 @@ class DecodingBatch:
         self.waiting = deque(zip(range(len(prompts)), prompts, seeds, strict=True))
         # The texts in progress, without gaps: texts[i] has row i of the cache, of the session and of each pass.
         self.texts: list[Text] = []
-        self.rows = rows  # most texts decoded together
+        self.rows = rows  # maximum number of texts decoded together
         # The drafter reads the states of these layers at every cached token.
         self.taps = () if drafter is None else drafter.taps
-        # Tokens of the longest text that any prompt may become.
+        # Length, in tokens, of the longest text that any of the prompts may become.
         self.longest = max((len(prompt) for prompt in prompts), default=0) + config.max_new_tokens
         # The time when the last step ended (infinite during a step), which shows whether anyone reads the stream.
         self.last_step = time.monotonic()
-        # True if the cache was given and later calls reuse its text, so its tokens and states must be kept.
+        # True if the caller passed the cache: later calls reuse the text in it, so the tokens and states must be kept.
         self.serves_calls = cache is not None
         # Number of nodes of the largest tree, including the root.
         self._nodes = drafter.max_nodes if drafter else 1
@@ -196,7 +197,7 @@ class DecodingBatch:
         depths = [min(budget.depth, room) for room in self._rooms()]
         if self.session is None or not any(depths):
             return [Proposal.root_only(text.tokens[-1], self.target.device) for text in self.texts]
-        # Nodes are limited as well: if a tree were cut only in depth, branches would use the nodes of the chain.
+        # A target without trees needs this limit too: under a limit of depth alone, nodes would be left for branches.
         sizes = [budget.nodes if self.target.no_trees is None else depth + 1 for depth in depths]
         return self.session.propose(
             [
@@ -227,9 +228,9 @@ class DecodingBatch:
             self.cache.text += (text.tokens[-1], *tokens[:-1])
         if self.taps:
             states = _nodes(output.states[row], kept)
-            # Copy the states if the target is static, because its next step overwrites its outputs, perhaps before the
-            # next draft. Copy them also if the cache serves several calls: the states live long, and a view would keep
-            # the states of all nodes alive.
+            # Copy the states if the target is static: its next step may overwrite its outputs before the next draft.
+            # Copy them also if the cache serves several calls: it keeps the states, and a view would keep the states of
+            # all nodes alive.
             self._keep_states(text, states.clone() if self.target.is_static or self.serves_calls else states)
         logprobs = self._logprobs(tree, verdict, output.logits[row])
         emitted = text.emit(tokens, self.stop)
@@ -247,7 +248,7 @@ class DecodingBatch:
         return step._replace(tree=TokenTree.of_list(tree.token_list, tree.shape), path=path[:accepted])
 
     def _refill(self) -> list[tuple[int, Step]]:
-        """Give the rows of finished texts to waiting prompts; if none wait, move the last rows into the gaps."""
+        """Give the rows of finished texts to waiting prompts; if no prompt waits, move the last rows into the gaps."""
         free = [row for row, text in enumerate(self.texts) if text.finished]
         free += range(len(self.texts), self.rows)
         taken = free[: len(self.waiting)]
@@ -331,7 +332,7 @@ class Engine:
 
     Only the policy has state: it may adapt from text to text. The tokenizer is needed only for stop strings. Several
     threads may share an engine; their steps alternate. A target with static shapes has only one cache, so a call waits
-    until the previous one has ended. A stream that has not been read for 10 seconds ends if another call is waiting for
+    until the previous call has ended. A stream that nobody has read for 10 seconds ends if another call is waiting for
     the cache.
     """
 
@@ -363,16 +364,16 @@ class Engine:
         accept a different number of tokens, and the next prompt takes the row of a finished text. ``seeds`` replaces
         the seeds that the texts of a batch get from the config.
 
-        A ``cache`` from ``target.new_cache`` may be passed from call to call, also after an interrupted one. The target
-        then skips the prefix that a prompt shares with the previous text; drafts read the whole prompt. The earlier
-        call cannot be continued afterwards. `Conversation` passes its cache from turn to turn.
+        A ``cache`` from ``target.new_cache`` may be passed from call to call, even if a call was interrupted. The
+        target then skips the prefix that a prompt shares with the previous text; drafts read the whole prompt. The
+        earlier call cannot be continued afterwards. `Conversation` passes its cache from turn to turn.
 
-        Raises UserError at the call, not at the first step, for prompts, rules or drafters that do not fit.
+        Raises UserError at the call, not at the first step, if the prompts, the rule or the drafter do not fit.
         """
         if batch_size is not None and batch_size < 1:
             raise UserError(f"batch_size is {batch_size}: use at least 1")
         if batch_size is None and isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], list | tuple):
-            raise UserError(f"{len(prompt)} prompts need a batch_size: set it to the number to decode together")
+            raise UserError(f"{len(prompt)} prompts need a batch_size: set how many prompts are decoded together")
         if batch_size is not None and cache is not None:
             raise UserError("both cache and batch_size are set: set only one")
         prompts = [prompt] if batch_size is None else prompt
@@ -390,7 +391,7 @@ class Engine:
     def decode(
         self, prompt: Any, config: DecodingConfig, *, batch_size: int | None = None, seeds: Seeds = None
     ) -> Generation | list[Generation]:
-        """Decode a prompt to the end of its text, or many as in `steps`, with results in the order of the prompts."""
+        """Decode a prompt to the end of its text, or many prompts as in `steps`; results are in the prompts' order."""
         if batch_size is None:
             return Generation.of(tuple(self.steps(prompt, config)))
         steps: list[list[Step]] = [[] for _ in prompt]

@@ -30,9 +30,9 @@ from decoding.text import TextDecoder, check_tensor_of_ids
 class HeadstartModel:
     """A target and its drafter (None: plain decoding), with transformers' `generate`.
 
-    Policies are kept between calls. Without ``policy``, one policy for each temperature learns how much drafting pays.
-    A call with ``seed`` drafts a fixed amount, so that its passes and texts can be repeated. Several threads may call
-    the same model; their steps alternate.
+    Policies are kept between calls. Without ``policy``, one policy for each temperature learns how many tokens are
+    worth drafting. A call with ``seed`` drafts the same number of tokens in each step, so that its passes and texts can
+    be repeated. Several threads may call the same model; their steps alternate.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class HeadstartModel:
         static: str = "auto",
         batch_invariant: bool = False,
     ) -> None:
-        """``static`` and ``batch_invariant`` are as in `from_pretrained`; a `CausalLM` as the target keeps its own
-        settings.
+        """``static`` and ``batch_invariant`` mean the same as in `from_pretrained`. If the target is a `CausalLM`, it
+        keeps its own settings.
         """
         if not isinstance(target, CausalLM):
             target = CausalLM(target, static=static_of(static, target), batch_invariant=batch_invariant)
@@ -76,27 +76,28 @@ class HeadstartModel:
         ``drafter`` is written as for ``--drafter``: a registry name with path and options (``"lookup"``,
         ``"heads:runs/heads/final"``, ``"draft-tree:runs/draft/final,depth=5"``), or only the folder or Hub id of heads
         or of a draft. None means plain decoding. ``draft_options`` are further options (``tokens=4``) from
-        `decoding.drafters.registry.REGISTRY`. A draft's tokenizer must match ``tokenizer``; the default is the
-        tokenizer of a target given by name.
+        `decoding.drafters.registry.REGISTRY`. A draft's tokenizer must match ``tokenizer``; if ``tokenizer`` is not
+        set, it must match the tokenizer of a target given by name.
 
-        ``dtype`` (or ``torch_dtype``) and ``device`` apply to a target given by name; heads and drafts follow their
-        target. ``dtype`` may be a name of the command line: fast (the default), bf16, fp16 or fp32; fast is bf16 if the
-        device supports it natively, and otherwise fp32. ``"auto"`` keeps the stored dtype. The default device is the
-        first GPU if there is one, or all GPUs for weights that do not fit on the first.
+        ``dtype`` (or ``torch_dtype``) and ``device`` apply to a target given by name; heads and drafts use the dtype
+        and device of their target. ``dtype`` may be a name of the command line: fast (the default), bf16, fp16 or fp32;
+        fast is bf16 if the device supports it natively, and otherwise fp32. ``"auto"`` keeps the stored dtype. The
+        default device is the first GPU if there is one, or all GPUs if the weights do not fit on the first.
 
-        ``static`` runs target and drafts in fixed shapes: ``"graphs"`` as CUDA graphs, ``"eager"`` without graphs;
-        ``"off"`` keeps shapes dynamic. ``"auto"`` means graphs on a CUDA device if the target allows them, and
-        otherwise off; if a graph cannot be recorded, the model warns and continues in dynamic shapes. ``static`` does
-        not change the texts. Graphs and their cache occupy memory as long as the model exists.
+        ``static`` says whether target and drafts run in fixed shapes. With ``"graphs"`` they run as CUDA graphs, with
+        ``"eager"`` without graphs, and with ``"off"`` in dynamic shapes. ``"auto"`` means graphs on a CUDA device if
+        the target allows them, and otherwise off; if a graph cannot be recorded, the model warns and continues in
+        dynamic shapes. ``static`` does not change the texts. Graphs and their cache occupy memory as long as the model
+        exists.
 
         With ``batch_invariant``, texts in bf16 and fp16 are the same with and without a drafter, alone and in a batch;
-        passes take up to twice as long (`CausalLM`).
+        passes take up to twice as long (see `CausalLM`).
         """
         dtype = draft_options.pop("torch_dtype", dtype)
         if drafter is None and draft_options:
             raise UserError(
-                f"{next(iter(draft_options))!r} is an option of a drafter, but drafter is not set: omit it, or set a "
-                "drafter"
+                f"{next(iter(draft_options))!r} is an option of a drafter, but drafter is not set: "
+                "omit the option, or set a drafter"
             )
         with only_cached(local_files_only):
             spec = None if drafter is None else parse_drafter(drafter, **draft_options)
@@ -137,12 +138,13 @@ class HeadstartModel:
         """Decode like transformers' `generate`, with its defaults and result; ``options`` override the generation
         config.
 
-        In fp32 greedy texts equal the target's own `generate`. In narrower dtypes a near-tie may be decided
-        differently, because a pass over several tokens rounds differently; ``batch_invariant`` prevents this. Sampled
-        texts have the target's distribution, unless ``rule`` is lossy. Without a ``seed`` one is drawn from torch's
-        global generator: under the policy "fixed", ``torch.manual_seed`` then repeats a text. ``batch_size`` rows
-        (None: all) are decoded at a time. Processors receive each text without its padding. With
-        ``return_dict_in_generate`` the result is a `SpeculativeOutput`. Raises UserError for an unsupported option.
+        In fp32, greedy texts equal the texts of the target's own `generate`. In narrower dtypes the choice between two
+        almost equal logits may differ, because a pass over several tokens rounds differently; ``batch_invariant``
+        prevents this. Sampled texts have the target's distribution, unless ``rule`` is lossy. If ``seed`` is not set, a
+        seed is drawn from torch's global generator, so under the policy "fixed" ``torch.manual_seed`` makes a text
+        repeatable. ``batch_size`` rows (None: all) are decoded at a time. Processors receive each text without its
+        padding. With ``return_dict_in_generate`` the result is a `SpeculativeOutput`. Raises UserError for an
+        unsupported option.
         """
         inputs = options.pop("inputs", None)
         if input_ids is not None and inputs is not None:
@@ -179,7 +181,7 @@ class HeadstartModel:
         return output if config.return_dict_in_generate else output.sequences
 
     def _prompts(self, input_ids: Tensor | None, attention_mask: Tensor | None, config: GenerationConfig) -> Prompts:
-        """Return the prompts, each repeated ``num_return_sequences`` times; without input, a prompt of BOS alone."""
+        """Return the prompts, each repeated ``num_return_sequences`` times; without input, the prompt is BOS alone."""
         if input_ids is None:
             if config.bos_token_id is None:
                 raise UserError("there are neither input_ids nor a bos_token_id to start from", "use one of them")
@@ -188,7 +190,7 @@ class HeadstartModel:
             check_tensor_of_ids(input_ids)
             padding = config.pad_token_id
             if attention_mask is None and padding is not None and padding not in _token_list(config.eos_token_id):
-                attention_mask = input_ids.ne(padding)  # as `generate` does; an EOS may end a text
+                attention_mask = input_ids.ne(padding)  # as `generate` does; an EOS may be part of a text
         return Prompts.of_tensor(input_ids, attention_mask).repeated(config.num_return_sequences or 1)
 
 
@@ -223,7 +225,7 @@ def _resolve(
 
 
 def _resolve_lengths(config: GenerationConfig, width: int, max_positions: int | None) -> int:
-    """Return the limit of new tokens; convert limits that count the prompt with its padding."""
+    """Return the maximum number of new tokens. Limits that also count the prompt and its padding are converted."""
     if config.min_new_tokens is None and config.min_length:
         config.min_new_tokens = max(0, config.min_length - width)
     config.min_length = None

@@ -8,7 +8,7 @@ from typing import Any
 from decoding.errors import UserError
 
 _WANTED = "a .jsonl file has one JSON object per line, in UTF-8"
-_FROM_CSV = "docs/how-to/data.md shows how to convert it"
+_FROM_CSV = "docs/how-to/data.md shows how to convert such a table"
 _ROWS_AT_ONCE = 256
 
 
@@ -22,7 +22,10 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def read_parquet(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number from 1, row `without_nulls`) of a Parquet file; raise UserError if the file is not readable."""
+    """Yield (number from 1, row) of a Parquet file, with each row passed through `without_nulls`.
+
+    Raises UserError if the file is not readable.
+    """
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
@@ -65,7 +68,7 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
     Raises UserError, naming the line by ``where``, for other values, other encodings and half surrogate pairs.
     """
     try:
-        row = json.loads(line.rstrip(b"\r\n"))  # an error at the end of the text is an error in this line
+        row = json.loads(line.rstrip(b"\r\n"))  # without the line end, so that errors are reported in this line
         if b"\\u" in line:  # an escape may be half of a surrogate pair, which tokenizers reject
             json.dumps(row, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:

@@ -1,9 +1,9 @@
 """Acceptance figures from step counts, each with its number of observations and a 95% interval.
 
 Two figures describe acceptance; their formulas are defined here:
-- tokens per target pass: tokens emitted / target passes, without the prefill and with the target's own token;
+- tokens per target pass: tokens emitted / target passes; the target's own tokens are counted, but not the prefill;
 - per-position acceptance at i (from 1): drafts accepted to depth i / drafts of depth i or more that were accepted to
-  i-1.
+  depth i - 1.
 
 Other programs report other ratios of the same counts. They are computed only for comparison:
 - `Acceptance.unconditional`: drafts accepted to depth i / drafts of depth i or more;
@@ -38,7 +38,7 @@ class StepCount(NamedTuple):
 
 
 FEWEST = 8
-"""With fewer texts than this, a bootstrap interval cannot be trusted."""
+"""With fewer texts than this number, a bootstrap interval cannot be trusted."""
 _RESAMPLES = 2000
 
 
@@ -75,8 +75,8 @@ def share(texts: Sequence[tuple[int, int]]) -> Estimate:
     """Estimate successes / trials over all texts, from a pair (successes, trials) for each text; trials are the
     observations.
 
-    Whole texts are resampled. If all trials had the same outcome, all resamples are equal, and the interval of Wilson
-    (1927) is used, with one trial for each text. With fewer than `FEWEST` texts the interval is NaN.
+    Whole texts are resampled. If all trials had the same outcome, all resamples are equal, so the interval of Wilson
+    (1927) is used instead, as if each text were one trial. With fewer than `FEWEST` texts the interval is NaN.
     """
     counted = [text for text in texts if text[1]]
     value, low, high, few = ratio_of_sums(counted)
@@ -91,11 +91,13 @@ def share(texts: Sequence[tuple[int, int]]) -> Estimate:
 def resampled(tables: Sequence[Tensor], ratio: Callable[[Sequence[Tensor]], Tensor]) -> Estimate:
     """Estimate ``ratio`` of the sums of ``tables``, with a 95% interval by an expanded percentile bootstrap.
 
-    A table is (texts, columns) or (seeds, texts, columns); both texts and seeds are resampled, in the same way in all
-    tables. ``ratio`` maps the tables' sums, each (resamples, columns), to (resamples,).
+    A table has the shape (texts, columns) or (seeds, texts, columns); both texts and seeds are resampled, in the same
+    way in all tables. ``ratio`` receives the sums of each table, of shape (resamples, columns), and returns one value
+    for each resample.
 
-    Percentiles at 2.5% and 97.5% cover less than 95% of the time with few texts (88% with eight). Their normal quantile
-    is therefore replaced by Student's, times sqrt(n / (n - 1)), as in Hesterberg (1411.5279, expanded percentiles).
+    With few texts, the interval between the percentiles 2.5% and 97.5% contains the true value less than 95% of the
+    time (88% with eight texts). The normal quantile that leads to these percentiles is therefore replaced by the
+    quantile of Student's t distribution, times sqrt(n / (n - 1)), as in Hesterberg (1411.5279, expanded percentiles).
     """
     tables = [table if table.ndim == 3 else table[None] for table in tables]
     seeds, texts, _ = tables[0].shape
@@ -124,11 +126,12 @@ def _draws(seeds: int, texts: int) -> Float[Tensor, "resamples seeds*texts"]:
 
 
 def expanded_quantile(texts: int) -> float:
-    """Return half the width of `resampled`'s interval in standard errors.
+    """Return half the width, in standard errors, of the interval that `resampled` computes.
 
-    It is sqrt(n / (n - 1)) times Student's 97.5% quantile with n - 1 degrees of freedom, for n texts.
+    For n texts the result is sqrt(n / (n - 1)) times Student's 97.5% quantile with n - 1 degrees of freedom.
 
-    The quantile is the expansion of Abramowitz and Stegun (26.7.5), right to 0.001 from eight texts on.
+    The quantile is computed by expansion 26.7.5 of Abramowitz and Stegun, whose error is at most 0.001 for eight texts
+    or more.
     """
     z, free = _Z95, max(1, texts - 1)
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
@@ -157,8 +160,8 @@ class Acceptance:
     def acceptance_length(self) -> float:
         """One plus the sum of ``reached``; NaN without passes.
 
-        Servers use this name for 1 + accepted / passes with a draft. Tokens per target pass are lower by
-        ``ended_in_draft`` / passes.
+        Servers use this name for 1 + accepted tokens / passes with a draft. The number of tokens per target pass is
+        lower than this value by ``ended_in_draft`` / passes.
         """
         return 1.0 + sum(share.value for share in self.reached) if self.passes else math.nan
 
@@ -196,7 +199,7 @@ def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
     )
     if steps:
         assert math.isclose(figures.acceptance_length, 1 + accepted_tokens / len(steps), rel_tol=1e-9), figures
-        # A check by another count: each pass emits its accepted tokens, and one more unless the text ended.
+        # Check with another count: each pass emits its accepted tokens, and one more token unless the text ended.
         emitted = sum(step.emitted for step in steps)
         assert emitted == len(steps) + accepted_tokens - figures.ended_in_draft, figures
     return figures

@@ -1,4 +1,5 @@
-"""Policies that choose before each step how much to draft: always the same amount, or the one expected to be fastest.
+"""Policies, which choose before each step how much is drafted: always the same amount, or the amount that is expected
+to be fastest.
 
 The caller keeps one policy for each pair of target and drafter, so the policy learns from text to text. No policy
 affects the guarantee of a lossless rule. The loop measures the seconds of each step, but only the adaptive policy reads
@@ -29,19 +30,20 @@ NO_DRAFT = Budget(0, 1)
 
 
 class Policy(Protocol):
-    """Chooser of how much to draft before each step; it observes each step's counts and seconds."""
+    """A policy chooses before each step how much is drafted, and then observes the counts and seconds of the step."""
 
     name: str
 
     def choose(self, budgets: Sequence[Budget], rows: int) -> Budget:
-        """Return `NO_DRAFT` or one of the drafter's ``budgets``, which are sorted by cost and all draft something.
+        """Return `NO_DRAFT` or one of the drafter's ``budgets``. They are sorted by cost, and each of them drafts
+        something.
 
         ``rows``: the number of texts decoded together.
         """
 
     def observe(self, budget: Budget, steps: Sequence[StepCount], draft: float, verify: float, total: float, /) -> None:
-        """Learn from a step of ``budget``: from the counts of each row, and the seconds of the draft, the pass and the
-        whole step.
+        """Learn from a step with this ``budget``: from the counts of each row, and from the seconds that the draft, the
+        target pass and the whole step took.
         """
 
 
@@ -52,7 +54,9 @@ class FixedPolicy:
 
     def __init__(self, depth: int | None = None, nodes: int | None = None) -> None:
         if (depth is not None and depth < 0) or (nodes is not None and nodes < 1):
-            raise UserError(f"a depth of {depth} and {nodes} nodes: use at least 0 and at least 1 (the root)")
+            raise UserError(
+                f"a depth of {depth} and {nodes} nodes: use at least depth 0 and at least 1 node (the root)"
+            )
         self._depth = math.inf if depth is None else depth
         self._nodes = math.inf if nodes is None else nodes
 
@@ -68,7 +72,7 @@ class _Acceptance:
     """Per-position acceptance by depth, in which older trials have less weight."""
 
     def __init__(self, like: "_Acceptance | None" = None, factor: float = 1.0) -> None:
-        """Until there are trials, assume ``factor`` times the shares of ``like``."""
+        """Until there are trials, the acceptance is assumed to be ``factor`` times the acceptance in ``like``."""
         self._like, self._factor, self._trials, self._hits = like, factor, list[float](), list[float]()
 
     def add(self, budget: Budget, step: StepCount) -> None:
@@ -81,8 +85,9 @@ class _Acceptance:
             self._hits[depth] = _MEMORY * self._hits[depth] + (depth < step.accepted)
 
     def _share(self, depth: int) -> tuple[float, float]:
-        """Return the acceptance after ``depth`` accepted tokens and the number of trials, including a weighted first
-        guess.
+        """Return (acceptance of the token after ``depth`` accepted tokens, number of trials).
+
+        Both include a first guess, which counts as one or more trials.
         """
         if self._like is not None:
             guess, weight = self._factor * self._like._share(depth)[0], 4.0
@@ -92,7 +97,10 @@ class _Acceptance:
         return (hits + weight * guess) / (trials + weight), trials + weight
 
     def expected_tokens(self, depth: int, luck: float) -> float:
-        """Return the tokens of a step with a draft of this depth, ``luck`` standard deviations above expectation."""
+        """Return how many tokens a step with a draft of this depth is expected to write.
+
+        Each acceptance is first raised by ``luck`` standard deviations.
+        """
         total = reached = 1.0
         for index in range(depth):
             share, trials = self._share(index)
@@ -106,14 +114,14 @@ class _Seconds:
 
     def __init__(self) -> None:
         self._of: dict[Budget, dict[int, deque[tuple[int, float]]]] = {}
-        """For each budget and class of tree sizes, (number, seconds) of the latest steps."""
+        """For each budget and class of tree sizes: (number of the step, its seconds) for the latest steps."""
         self._shares: dict[Budget, dict[int, float]] = {}
         self._tried_at: dict[Budget, int] = {}
         self._least: dict[Budget, float] = {}
-        """For each budget, the fewest plain steps that its steps have cost since its seconds were last forgotten."""
+        """For each budget, the lowest cost of its steps, in plain steps, since its seconds were last forgotten."""
         self._steps = 0
         self.gained = 0.0
-        """What drafts have gained since the last plain step, in plain steps."""
+        """Time that drafts have saved since the last plain step, in units of a plain step."""
 
     def add(self, budget: Budget, drafted: int, seconds: float) -> None:
         self._steps += 1
@@ -133,23 +141,25 @@ class _Seconds:
 
     @property
     def lacks_plain(self) -> bool:
-        """True if the next step should be plain, because plain steps were timed never, too rarely or too long ago.
+        """True if the next step should be plain, because plain steps were never timed, too rarely, or too long ago.
 
-        Once two plain steps are known, the next is due when it costs less than `_TIMING` of the speed: soon if drafts
-        gain little, which a wrong figure would hide, and late if they gain much. On a machine that changes its speed,
-        an old figure would make drafts look faster or slower than they are.
+        Once two plain steps are known, the next plain step is due when it lowers the speed by a share of less than
+        `_TIMING`. That is soon if drafts gain little, because a wrong time for plain steps would then hide whether
+        drafts gain at all, and it is late if drafts gain much. On a machine whose speed changes, an old time would make
+        drafts look faster or slower than they are.
         """
         count = sum(map(len, self._of.get(NO_DRAFT, {}).values()))
         pause = self._steps - self._tried_at.get(NO_DRAFT, 0)
-        # A plain step loses what a drafting step gains, which is on average the gain since the last one over the pause.
+        # A plain step loses what a drafting step would gain: on average, the gain since the last plain step divided by
+        # the number of steps since then.
         due = pause >= _HELD and _TIMING * pause**2 >= self.gained
         return bool(self._of) and (count < 2 or due)
 
     def cost(self, budget: Budget, drafted: int) -> float:
-        """Return how many plain steps a step of a budget counts as, by recent steps that drafted about as many tokens.
+        """Return the cost of a step with this budget, in plain steps, from recent steps with about as many tokens.
 
-        It counts as more than `_DEAREST` only if steps of the budget never cost less. Otherwise a hiccup or a slow
-        spell of the machine would make drafts look expensive for a while. The method records the least cost.
+        The cost exceeds `_DEAREST` only if no step with the budget has cost less. Otherwise a hiccup or a slow spell of
+        the machine would make drafts look expensive for a while. The method also records the lowest cost.
         """
         plain, whole = self.known(NO_DRAFT), self.known(budget)
         if plain is None:
@@ -163,9 +173,9 @@ class _Seconds:
         return median_low(seconds for _, seconds in self._of[budget][size])
 
     def known(self, budget: Budget) -> tuple[float, float] | None:
-        """Return (seconds of a step of a budget, relative standard deviation), or None before the second step.
+        """Return (seconds of a step with this budget, relative standard deviation), or None before the second step.
 
-        Of the first two steps the faster one counts, because the first step of a kind may be unusually slow.
+        Of the first two steps only the faster one counts, because the first step of a kind may be unusually slow.
         """
         if not (shares := self._shares.get(budget)) or sum(map(len, self._of[budget].values())) < 2:
             return None
@@ -178,8 +188,9 @@ class _Seconds:
         return mean, math.hypot(_NOISE / math.sqrt(min(trials, _KEPT)), age / _AGEING)
 
     def guess(self, budget: Budget, known: Sequence[tuple[float, float]]) -> tuple[float, float]:
-        """Guess the same figures for an untried budget from ``known``: sorted pairs (`_rough`, seconds) of tried
-        budgets.
+        """Guess the figures that the method `known` would return for an untried budget.
+
+        The argument ``known`` contains a pair (`_rough`, seconds) for each tried budget, sorted.
         """
         rough = _rough(budget)
         after = bisect_right(known, (rough, math.inf))
@@ -196,11 +207,11 @@ def _rough(budget: Budget) -> float:
 
 
 def _arms(budgets: Sequence[Budget]) -> dict[Budget, _Acceptance]:
-    """Return the budgets to choose from, with their acceptance: the largest tree and the chain for a few depths.
+    """Return the budgets to choose from, each with its acceptance: for a few depths, the largest tree and the chain.
 
-    The depths are the full depth, half of it, a quarter, and so on. Smaller trees that are cut from one tree share its
-    acceptance. A hybrid has one budget per depth, and its smaller trees are not parts of the largest tree, so only the
-    largest is used.
+    The depths are the full depth, half of it, a quarter, and so on. Smaller trees that are parts of the largest tree
+    share its acceptance. A hybrid has one budget per depth, and its smaller trees are not parts of the largest tree, so
+    only the largest tree is used.
     """
     largest = {budget.depth: budget for budget in budgets}
     depths = [budgets[-1].depth]
@@ -217,19 +228,21 @@ def _arms(budgets: Sequence[Budget]) -> dict[Budget, _Acceptance]:
 
 _MEMORY = 0.9975  # weight of a trial relative to the trial after it
 _GUESS, _OF_LARGER = 0.75, 0.8
-"""Per-position acceptance assumed before any trial, and that of a chain relative to the tree around it."""
+"""Per-position acceptance that is assumed before any trial; ratio of a chain's acceptance to the acceptance of the tree
+that contains the chain."""
 _KEPT, _RECENT, _STALE, _AGEING = 31, 384, 500, 4000.0
-"""Number of steps kept per budget; greatest age of a kept step when a newer one is added; steps after which a budget's
-seconds are forgotten; steps in which the doubt about these seconds grows e-fold."""
-_TIMING = 1 / 64  # share of the speed that timing plain steps may cost while drafting
+"""Number of steps kept per budget; greatest age, in steps, of a kept step when a newer step is added; number of steps
+without use after which a budget's seconds are forgotten; number of steps without use that add a relative standard
+deviation of 1 to these seconds."""
+_TIMING = 1 / 64  # share of the speed that may be lost by timing plain steps while drafting
 _NOISE, _BETWEEN, _BEYOND = 0.15, 0.04, 0.3
-"""Relative standard deviations of a step's seconds, of guesses between tried budgets, and of guesses beyond."""
-_CAUTION = 0.5  # standard deviations by which choices are explored; half is always added to the acceptance
+"""Relative standard deviations of a step's seconds, of guesses between tried budgets, and of guesses beyond them."""
+_CAUTION = 0.5  # scale of the random errors that exploration adds; half of it is always added to the acceptance
 _HELD = 2  # number of steps from one choice to the next
 _FIRST_LOSS, _LOSS, _MOST_GAIN, _MOST_DEBT = 0.5, 0.015, 4.0, 2.5
-"""In plain steps: what drafting may lose at first and for each plain step, and the largest positive and negative
-balance."""
-_DEAREST = 2.0  # plain steps; a drafting step counts as more only if such steps always cost more
+"""In plain steps: the loss that drafting may make at first, the further loss allowed after each plain step, and the
+largest positive and the largest negative balance."""
+_DEAREST = 2.0  # highest cost of a drafting step, in plain steps, unless no step with its budget has cost less
 
 
 class AdaptivePolicy:
@@ -239,12 +252,13 @@ class AdaptivePolicy:
     Tokens are predicted from the running per-position acceptance, and seconds are predicted from recent steps. The
     seconds of untried budgets are interpolated. A budget is chosen about as often as it is likely to be the best
     (Thompson 1933), so bad budgets are rarely tried again. A balance records how much time drafts have gained or lost
-    against plain decoding. While the balance is negative, the policy tries no unlikely budgets. While it is below minus
-    one plain step, nothing is drafted at all. In simulations, drafts that do not fit the text cost about two plain
-    steps at first and 1.5% of the time later, if a drafting step takes at most two plain steps; more expensive drafts
-    cost more. Seconds depend on the number of texts decoded together, so they are learned separately for each
-    power of two. The policy reads the clock, so the shapes of passes differ between runs. So sampled texts with the
-    same seed may differ, and in narrower dtypes than fp32 also greedy texts at near-ties.
+    compared with plain decoding. While the balance is negative, the policy tries no unlikely budgets. While the balance
+    is below -1 plain steps, nothing is drafted at all. In simulations, drafts that do not fit the text cost about two
+    plain steps at first and 1.5% of the time later, if a drafting step takes at most as long as two plain steps; more
+    expensive drafts cost more. Seconds depend on the number of texts decoded together, so they are learned separately
+    for each power of two. The policy reads the clock, so the shapes of passes differ between runs. Sampled texts with
+    the same seed may therefore differ. In dtypes narrower than fp32, greedy texts may differ as well, at tokens where
+    the two best logits are almost equal.
     """
 
     name = "adaptive"

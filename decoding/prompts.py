@@ -13,7 +13,9 @@ from decoding.fields import Tools
 
 
 def with_variables(template: str, variables: Mapping[str, Any]) -> str:
-    """Return a chat template with variables set, such as ``enable_thinking`` (``chat_template_kwargs`` of requests).
+    """Return a chat template with variables set, such as ``enable_thinking``.
+
+    Requests to servers call these variables ``chat_template_kwargs``.
 
     The variables become part of the template's text, so they apply to every use of it and change its fingerprint.
     Raises UserError for a name that the template does not read.
@@ -51,11 +53,11 @@ def set_variables(tokenizer: PreTrainedTokenizerBase, given: str | None) -> None
 def encode_prompt(
     prompt: str | list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, chat: bool, tools: Tools | None = None
 ) -> tuple[int, ...]:
-    """Return the token ids that prompt an answer to a user's message or to a list of messages.
+    """Return the token ids of the prompt for an answer to a user's message or to a list of messages.
 
-    If ``chat`` is false or there is no chat template, they are the tokens of the plain text, which is continued.
-    ``tools`` are as in `decoding.fields.tools_of`. Raises UserError for text that is not UTF-8, or if the template
-    rejects the messages.
+    If ``chat`` is false or there is no chat template, the plain text is encoded, so the model continues that text.
+    ``tools`` have the form that `decoding.fields.tools_of` returns. Raises UserError for text that is not UTF-8, or if
+    the template rejects the messages.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
@@ -68,7 +70,7 @@ def encode_prompt(
         else:
             encoded = tokenizer("\n".join(message["content"] for message in messages))
     except UnicodeEncodeError as error:
-        raise UserError(f"the prompt is not UTF-8 text ({error.reason}): pass it in that encoding") from error
+        raise UserError(f"the prompt is not UTF-8 text ({error.reason}): pass it in UTF-8") from error
     except (TemplateError, OverflowError, TypeError) as error:
         raise UserError(f"the chat template rejects this prompt: {error}") from error
     tokens: list[int] = encoded["input_ids"]
@@ -80,7 +82,8 @@ def encode_prompt(
 def encode_continuation(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the token ids of a text that continues another one.
 
-    The text is encoded after a line break, because sentencepiece would put another space before a text on its own.
+    The text is encoded after a line break, because sentencepiece would put an extra space before a text that is encoded
+    on its own.
     """
     line, whole, alone = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in ("\n", f"\n{text}", text))
     tokens: list[int] = whole[len(line) :] if whole[: len(line)] == line else alone

@@ -2,7 +2,7 @@
 
 This page handles one text and a draft that writes chains, without a cache. The loop in `decoding.generate` does the
 same for batches, trees, every drafter and every acceptance rule; tests compare it with this page, token by token. The
-steps have the numbers of docs/explanation/speculation.md. Texts have exactly the target's distribution.
+steps are numbered as in docs/explanation/speculation.md. Texts have exactly the target's distribution.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -34,26 +34,26 @@ def speculate(
     token is accepted if and only if it is the target's best token.
     """
     text, longest = list(prompt), len(prompt) + max_new_tokens
-    # Draft and target have separate streams of random numbers, so the draft's draws do not change the target's.
+    # Draft and target have separate streams of random numbers, so the draft's draws do not change the target's draws.
     draft_source, source = (GeneratorSource.from_seed(seed, stream) for stream in ("draft", "verify"))
 
-    # 0. Prefill: the target reads the prompt and writes the first token. From here on, the last token of the text is
-    # always one that the target has written but not yet read.
+    # 0. Prefill: the target reads the prompt and writes the first token.
+    # From here on, the target has written the last token of the text but has not yet read it.
     new = [source.draw(probabilities(target(text)[-1:], sampling)[0])]
     text += new
     yield new
     while len(text) < longest and text[-1] not in eos_token_ids:
-        # 1. Propose: the draft writes a chain, token by token, and remembers the distribution q of each.
+        # 1. Propose: the draft writes a chain, token by token, and remembers the distribution q of each token.
         drafted, q = list[int](), list[Tensor]()
         for _ in range(min(chain, longest - len(text) - 1)):  # the target's token needs room as well
             q.append(probabilities(draft(text + drafted)[-1:], sampling)[0])
             drafted.append(draft_source.draw(q[-1]))
 
-        # 2. Verify: one pass of the target gives its distribution p after the text and after each drafted token.
+        # 2. Verify: one target pass computes the target's distribution p after the text and after each drafted token.
         p = probabilities(target(text + drafted)[len(text) - 1 :], sampling)
 
-        # 3. Commit: keep drafted tokens, from the first on, until one is rejected. In its place the target writes a
-        # token drawn from the part of p that exceeds q; if none is rejected, it adds a token drawn from p.
+        # 3. Commit: keep drafted tokens, from the first on, until one is rejected. In place of the rejected token,
+        # write a token drawn from the part of p that exceeds q; if no token is rejected, add a token drawn from p.
         accepted, rest = 0, p[len(drafted)]
         for token, q_token, p_token in zip(drafted, q, p, strict=False):
             residual = (p_token - q_token).clamp(min=0)

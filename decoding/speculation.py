@@ -29,8 +29,8 @@ class SpeculativeOutput:
 
     ``sequences`` are the prompts, padded on the left, followed by the new tokens; shorter texts are padded on the
     right. ``logprobs``, if requested, are the new tokens' log-probabilities under the target, before any sampling
-    control, and 0 after a text's end. ``generations`` contain every step. ``label`` is the rule's label: lossless or
-    lossy.
+    control, and 0 after a text's end. ``generations`` contain every step of each text. ``label`` is the rule's label:
+    lossless or lossy.
     """
 
     sequences: Int[Tensor, "batch length"]
@@ -71,12 +71,12 @@ def speculate(
     """Decode prompts with a drafter (None: plain decoding), ``batch_size`` at a time (None: all together).
 
     ``input_ids``: (batch, length), or a list of prompts of any length. A tensor's shorter rows are padded on the left;
-    ``attention_mask`` marks the padding. Sampling controls are a `SamplingConfig`, or its fields by name
-    (``temperature=0.7``); the default is greedy. ``rule`` may be a name in `RULES`. ``policy`` may be ``adaptive`` or
-    ``fixed``; the default is ``fixed`` if a ``seed`` is given, so that passes repeat, otherwise ``adaptive``. Texts end
-    at ``eos_token_ids`` (default: the EOS tokens in the model's generation config) or at ``stop_strings``, which need
-    the ``tokenizer``. Prompt i is decoded with the seed ``seed + i`` (None: i), independent of the other prompts in the
-    batch.
+    ``attention_mask`` marks the padding. Sampling controls are passed as a `SamplingConfig`, or as its fields by name
+    (``temperature=0.7``); the default is greedy decoding. ``rule`` may be a name in `RULES`. ``policy`` may be
+    ``adaptive`` or ``fixed``; the default is ``fixed`` if a ``seed`` is passed, so that passes can be repeated, and
+    otherwise ``adaptive``. Texts end at ``eos_token_ids`` (default: the EOS tokens in the model's generation config) or
+    at ``stop_strings``, which need the ``tokenizer``. Prompt i is decoded with the seed ``seed + i`` (with the seed i
+    if ``seed`` is None), independently of the other prompts in the batch.
     """
     if sampling is not None and controls:
         raise UserError(f"both sampling and {', '.join(controls)} are set: use one or the other")
@@ -124,7 +124,7 @@ class Prompts(NamedTuple):
 
     @staticmethod
     def of_tensor(input_ids: Tensor, mask: Tensor | None) -> "Prompts":
-        """Read the prompts from a tensor. Tokens hidden by the mask are dropped, as the model would ignore them."""
+        """Read the prompts from a tensor. Tokens that the mask hides are dropped: the model would ignore them."""
         check_tensor_of_ids(input_ids)
         if input_ids.dim() != 2 or 0 in input_ids.shape:
             raise UserError(f"input_ids has shape {tuple(input_ids.shape)}: use (batch, length of at least 1)")
@@ -167,7 +167,7 @@ def decode_prompts(
     padding: int | None,
     streamer: BaseStreamer | None = None,
 ) -> SpeculativeOutput:
-    """Decode the prompts, feed the streamer (of a single text), and pad the texts with ``padding`` into one tensor."""
+    """Decode the prompts, and pad the texts with ``padding`` into one tensor. A streamer receives a single text."""
     rows = prompts.rows
     if padding is None and config.stop_strings and len(rows) > 1:
         raise UserError("texts that end at stop strings are padded in the result: use pad_token_id")
@@ -178,7 +178,7 @@ def decode_prompts(
     for index, step in engine.steps(rows, config, batch_size=batch_size):
         steps[index].append(step)
         if streamer is not None:
-            for token in step.tokens:  # `generate` puts one token at a time
+            for token in step.tokens:  # `generate` also passes one token at a time
                 streamer.put(torch.tensor([token]))
     if streamer is not None:
         streamer.end()
@@ -194,6 +194,6 @@ def decode_prompts(
 
 
 def padding_token(config: GenerationConfig | None, given: int | None, eos: Sequence[int]) -> int | None:
-    """Return the token that pads texts: ``given``, or the config's pad token, or its first EOS token, or None."""
+    """Return the token that pads texts: ``given``, or the config's pad token, or the first of ``eos``, or None."""
     configured = None if config is None else config.pad_token_id
     return next((token for token in (given, configured, *eos[:1]) if token is not None), None)

@@ -46,7 +46,7 @@ class StopCheck:
         self._strings = tuple(string.encode() for string in stop_strings)
         self._bytes = cache(partial(token_bytes, tokenizer))
         self.reach = max(map(len, self._strings), default=0)
-        """Number of tokens before a new token that must be read to decide."""
+        """Number of tokens before a new token that must be read to see whether a stop string ends in the new token."""
 
     def cut(self, text: list[int], tokens: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
         """Return ``tokens`` up to and including the token that ends the text, and whether there is such a token.
@@ -95,11 +95,11 @@ class Step(NamedTuple):
 
     Of the new ``tokens``, the first ``accepted`` were drafted. The target wrote the last token, unless the text ended
     inside the draft. ``offered`` is the depth of the tree up to the end of the text, which is the largest number of
-    tokens that could be accepted. ``room`` is the depth for which the text had room. The first step of a text is its
-    prefill, which writes one token and offers none. Seconds are the seconds of the pass divided by the number of rows.
-    ``refused`` are the drafted tokens of a chain after the accepted tokens; it is empty for trees and at the end of the
-    text. ``tree``, if requested, is the drafted tree (None if nothing was drafted); ``path`` lists its accepted nodes
-    from the root's child down.
+    tokens that could be accepted. ``room`` is the depth of the deepest draft for which the text had room. The first
+    step of a text is its prefill, which writes one token and offers no draft. The seconds are the step's seconds
+    divided by the number of rows. ``refused`` are the drafted tokens of a chain after the accepted tokens; the tuple is
+    empty for trees and at the end of the text. ``tree``, if requested, is the drafted tree (None if nothing was
+    drafted); ``path`` lists its accepted nodes from the root's child down.
     """
 
     tokens: tuple[int, ...]
@@ -161,7 +161,7 @@ class Text:
 
     @property
     def draft_room(self) -> int:
-        """Depth of the deepest draft that fits completely, together with one more token from the target."""
+        """Depth of the deepest draft for which the text has room, together with one more token from the target."""
         return self._longest - len(self.tokens) - 1
 
     def keep_states(self, states: Float[Tensor, "tokens taps"]) -> None:
@@ -215,7 +215,7 @@ def check_prompt(target: CausalLM, prompt: Sequence[int], max_new_tokens: int) -
     longest = len(prompt) + max_new_tokens
     if target.max_positions is not None and longest > target.max_positions:
         raise UserError(
-            f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones exceed the target's context of "
+            f"a prompt of {len(prompt)} tokens and {max_new_tokens} new tokens exceed the target's context of "
             f"{target.max_positions}: shorten the prompt or lower max_new_tokens"
         )
 
@@ -231,7 +231,7 @@ def check_tensor_of_ids(input_ids: Any) -> None:
 
 
 class Piece(NamedTuple):
-    """A piece of text. ``drafted`` is True if its last token was drafted, and False if the target wrote it."""
+    """A piece of text. ``drafted`` is True if its last token was drafted, and False if the target wrote that token."""
 
     text: str
     drafted: bool
@@ -240,14 +240,14 @@ class Piece(NamedTuple):
 class Detokenizer:
     """Converter of a growing token list into text; it holds back incomplete characters.
 
-    Each token is decoded together with a few tokens before it, because its text may depend on its neighbours.
+    Each token is decoded together with a few tokens before it, because a token's text may depend on its neighbours.
     """
 
     def __init__(self, tokenizer: TextDecoder) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._shown = 0  # number of tokens whose text was returned
-        self._context = 0  # index of the first token that is decoded: a few tokens earlier, for context
+        self._context = 0  # index of the first token that is decoded, a few tokens before the new ones
 
     def push(self, token: int) -> str:
         """Add a token; return the text that it completes, possibly empty."""
@@ -268,7 +268,7 @@ class Detokenizer:
 
 
 def stream_pieces(steps: Iterable[Step], tokenizer: TextDecoder, hidden: Container[int] = ()) -> Iterator[Piece]:
-    """Yield the text of each token once its step is done; tokens in ``hidden`` (the EOS) yield nothing."""
+    """Yield the text of each token once its step is done; tokens in ``hidden`` (such as EOS) yield nothing."""
     detokenizer = Detokenizer(tokenizer)
     for step in steps:
         yield from step_pieces(step, detokenizer, hidden)
@@ -293,8 +293,8 @@ def decode_text(tokens: Iterable[int], tokenizer: TextDecoder, hidden: Container
 class Tally:
     """Figures of the steps added so far.
 
-    A prefill counts only in ``prefill_seconds``. ``lengths`` maps numbers of accepted drafted tokens to numbers of
-    passes. Seconds exclude the caller's work between two steps.
+    A prefill counts only in ``prefill_seconds``. ``lengths`` maps a number of accepted drafted tokens to the number of
+    passes that accepted so many. Seconds exclude the caller's work between two steps.
     """
 
     passes: int = 0

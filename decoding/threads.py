@@ -1,6 +1,6 @@
 """Idle waiting of OpenMP threads.
 
-This module must not import torch, even indirectly: libgomp reads its settings once.
+This module must not import torch, even indirectly: libgomp reads its settings only once, when torch is imported.
 """
 
 import os
@@ -10,7 +10,7 @@ _SPINS = "1000"
 
 
 def spin_briefly() -> None:
-    """Let idle threads of this process and its children sleep soon. Call this before torch is imported.
+    """Let idle threads of this process and of its children go to sleep sooner. Call this before torch is imported.
 
     Decoding is then up to 25 times faster if other work shares the cores, and otherwise not slower; results do not
     change. A GOMP_SPINCOUNT or OMP_WAIT_POLICY set by the user is kept.

@@ -199,7 +199,7 @@ ERRORS = {
     ),
     "a prompt longer than the context": (
         ["generate", "--target", "TARGET", "--prompt", "a" * 300],
-        "a prompt of 300 tokens and 128 new ones exceed the target's context of 256",
+        "a prompt of 300 tokens and 128 new tokens exceed the target's context of 256",
     ),
     "a negative temperature": (
         ["generate", "--target", "TARGET", "--prompt", "a", "--temperature", "-1"],

@@ -294,7 +294,7 @@ def test_heads_of_another_target_and_trees_that_they_cannot_draft_are_refused(ti
             opened(MedusaDrafter(MedusaHeads(MedusaConfig(width, vocab))), tiny_llama)
     for tree, problem in (
         ([], "the tree is empty"),
-        ([[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]], "the tree is 4 deep, but there are 3 heads"),
+        ([[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]], "the tree has depth 4, but there are 3 heads"),
         ([[16]], "the tree has rank 16: use ranks below 16"),
     ):
         with pytest.raises(ValueError, match=problem):

@@ -222,7 +222,9 @@ def test_a_target_of_other_sizes_is_refused(tiny_llama: CausalLM, changes: dict[
 
 def test_a_target_whose_embeddings_are_narrower_than_its_layers_is_refused(tiny_llama: CausalLM) -> None:
     target = CausalLM(tiny_model("opt"))
-    with pytest.raises(ValueError, match=r"lm_head is 12 wide, but its layers are 16: use another target"):
+    with pytest.raises(
+        ValueError, match=r"lm_head reads states of size 12, but its layers write size 16: use another target"
+    ):
         Engine(target, DSparkDrafter(tiny_dspark(target))).decode([1, 2], DecodingConfig(4))
 
 
@@ -231,8 +233,8 @@ def test_a_target_whose_embeddings_are_narrower_than_its_layers_is_refused(tiny_
     [
         ({"tokens": 5}, "tokens is 5: this draft allows 1 to 4"),
         ({"tokens": 2, "tree": [[0]]}, "both tree and tokens are set"),
-        ({"tree": [[0] * depth for depth in range(1, 6)]}, "the tree is 5 deep, but the draft has 4 tokens"),
-        ({"tree": [[0], [5]]}, "the tree has 6 ranks, but the draft writes 4 tokens: use fewer ranks"),
+        ({"tree": [[0] * depth for depth in range(1, 6)]}, "the tree has depth 5, but the draft writes at most 4"),
+        ({"tree": [[0], [5]]}, "the tree has 6 ranks, but the draft's vocabulary has 4 tokens: use fewer ranks"),
     ],
 )
 def test_drafts_that_a_block_has_no_tokens_for_are_refused(

@@ -340,7 +340,7 @@ def test_copies_of_the_targets_ends_are_left_out_and_others_refused(
     weight[7] += 1
     for other in (weight, weight[:8]):
         with_tensors(lambda tensors, other=other: tensors.update({name: other.clone()}))(tmp_path)
-        with pytest.raises(ValueError, match=f"contains an {name} other than the target's"):
+        with pytest.raises(ValueError, match=f"contains an {name} that differs from this tensor in the target"):
             load_dspark(tmp_path, target)
 
 
@@ -361,7 +361,7 @@ SIZES: dict[str, tuple[dict[str, Any], str]] = {
         "is not a multiple of num_key_value_heads",
     ),
     "heads of no kernel": ({"head_dim": 8}, "head_dim is 8: use one of 32, 64"),
-    "a deep tree": ({"tokens": 2, "tree": ((0,), (0, 0), (0, 0, 0))}, "3 deep, but a pass drafts 2 tokens: shorten"),
+    "a deep tree": ({"tokens": 2, "tree": ((0,), (0, 0), (0, 0, 0))}, "depth 3, but a pass drafts 2 tokens: shorten"),
     "a tree without a parent": ({"tree": ((1, 0),)}, r"tree path \[1, 0\] lacks its parent"),
     "no tokens": ({"tokens": 0}, "block_size is 0"),
 }
@@ -379,7 +379,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "sizes that no memory holds": (with_config(vocab_size=10**12, markov_rank=10**6), "vocab_size is 1000000000000"),
     "a layer that is not there": (with_config(num_hidden_layers=2), "layers.1"),
     "another target": (with_config(num_target_layers=9), "num_target_layers is 9, not 4"),
-    "a tap beyond": (with_config(num_target_layers=None, target_layer_ids=[0, 1, 4]), "reads layer 4, but only 0 to 3"),
+    "a tap beyond": (with_config(num_target_layers=None, target_layer_ids=[0, 1, 4]), "layer 4, but only layers 0"),
     "a size that is none": (with_config(block_size="six"), "does not describe a DSpark draft .*block_size is 'six'"),
     "half a rope": (with_config(rope_parameters={"rope_type": "yarn"}), "are yarn with missing or wrong .*factor"),
     "another rope": (

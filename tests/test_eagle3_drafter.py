@@ -190,7 +190,7 @@ def test_a_text_to_the_last_of_the_targets_positions_is_drafted_for_to_its_end()
     [
         ({"hidden_size": 32}, "a target whose hidden_size is 16, not 32"),
         ({"vocab": 20}, "a target whose vocab_size is 16, not 20"),
-        ({"num_hidden_layers": 3}, "reads layer 2, but only 0 to 1 can be read"),
+        ({"num_hidden_layers": 3}, "reads layer 2, but only layers 0 to 1 can be read"),
     ],
 )
 def test_a_target_of_other_sizes_is_refused(deep: CausalLM, changes: dict[str, Any], problem: str) -> None:
@@ -204,7 +204,7 @@ def test_a_target_of_other_sizes_is_refused(deep: CausalLM, changes: dict[str, A
     [
         ({"tokens": 0}, "tokens is 0: use at least 1"),
         ({"tokens": 2, "tree": [[0]]}, "tree and tokens are both given"),
-        ({"tree": [[0], [5]]}, "the tree has 6 ranks, but the draft writes 4 tokens: use fewer ranks"),
+        ({"tree": [[0], [5]]}, "the tree has 6 ranks, but the draft's vocabulary has 4 tokens: use fewer ranks"),
     ],
 )
 def test_drafts_that_cannot_be_drafted_are_refused(
@@ -213,5 +213,5 @@ def test_drafts_that_cannot_be_drafted_are_refused(
     draft = tiny_eagle3(tiny_llama, writes=(0, 2, 3, 7))
     with pytest.raises(ValueError, match=problem):
         Eagle3Drafter(draft, **settings)
-    with pytest.raises(ValueError, match="width is 5, but the draft writes 4 tokens: use at most 4"):
+    with pytest.raises(ValueError, match="width is 5, but the draft's vocabulary has 4 tokens: use at most 4"):
         Eagle3TreeDrafter(draft, width=5)

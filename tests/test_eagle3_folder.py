@@ -266,7 +266,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "another nested style": (
         with_config(transformer_layer_config={"model_type": "gemma3"}, norm_before_residual=False),
-        "it has a layer of gemma3, not of Llama or Qwen 3",
+        "the draft has a layer of gemma3, not of Llama or Qwen 3",
     ),
     "a window without a size": (with_config(layer_types=["sliding_attention"]), "'sliding_window' is missing"),
     "a window of none": (
@@ -278,7 +278,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         "use_sliding_window is False, but layer_types is ['sliding_attention']",
     ),
     "another kind of layer": (with_config(layer_types=["chunked_attention"]), "layer_types is ['chunked_attention']"),
-    "another rope": (with_config(rope_parameters={"rope_type": "longrope"}), "its rotary embeddings are longrope"),
+    "another rope": (with_config(rope_parameters={"rope_type": "longrope"}), "the rotary embeddings are longrope"),
     "a rope without its factor": (with_config(rope_parameters={"rope_type": "linear"}), "factor"),
     "a partial rope": (with_config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
     "a partial rope within": (
@@ -287,7 +287,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "an embedding of its own": (with_config(embed_requires_grad=True), "embed_requires_grad is True"),
     "biases": (with_config(attention_bias=True), "attention_bias is True"),
-    "another width": (with_config(target_hidden_size=32), "size 16, but the target's states have size 32"),
+    "another width": (with_config(target_hidden_size=32), "size 16, but the target's have size 32"),
     "no taps": (
         with_config(eagle_config={"use_aux_hidden_state": False}),
         "reads no states between the target's layers",
@@ -303,9 +303,9 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a tap that is none": (with_config(eagle_aux_hidden_state_layer_ids=["2"]), "does not describe an EAGLE-3 draft"),
     "a tap beyond": (
         with_config(eagle_aux_hidden_state_layer_ids=[2, 4, 8]),
-        "reads layer 7, but only 0 to 6 can be read",
+        "reads layer 7, but only layers 0 to 6 can be read",
     ),
-    "fewer taps": (with_config(num_aux_hidden_states=2), "num_aux_hidden_states is 2, but it names 3 layers"),
+    "fewer taps": (with_config(num_aux_hidden_states=2), "num_aux_hidden_states is 2, but the config names 3 layers"),
     "fc of other taps": (with_config(eagle_aux_hidden_state_layer_ids=[2, 4]), "fc.weight is (16, 48), not (16, 32)"),
     "another target": (with_config(vocab_size=32), "a target whose vocab_size is 32, not 16"),
     "sizes that no memory holds": (with_config(intermediate_size=10**12), "size mismatch, midlayer.mlp.gate_proj"),
@@ -314,7 +314,10 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}'),
         "hidden_size",
     ),
-    "more tokens than the target": (with_config(draft_vocab_size=17), "draft_vocab_size is 17: use at most the 16"),
+    "more tokens than the target": (
+        with_config(draft_vocab_size=17),
+        "draft_vocab_size is 17: use at most the target's 16",
+    ),
     "other tokens": (with_config(draft_vocab_size=6), "d2t is not a list of 6 whole numbers"),
     "no map": (with_tensors(lambda tensors: tensors.pop("d2t")), "d2t is not a list of 5 whole numbers"),
     "a map of ids": (
@@ -329,9 +332,9 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no number": (with_tensors(lambda tensors: tensors["fc.weight"].fill_(torch.nan)), "that are not finite"),
     "another embedding": (
         with_tensors(lambda tensors: tensors.update({"embed_tokens.weight": torch.ones(16, 16)})),
-        "contains an embed_tokens.weight other than the target's",
+        "contains an embed_tokens.weight that differs from this tensor in the target",
     ),
-    "pickled weights": (_pickled, "lacks .safetensors files: convert its weights (pickled ones are not loaded)"),
+    "pickled weights": (_pickled, "lacks .safetensors files: convert its weights (pickled weights are not loaded)"),
     "weights cut short": (
         lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:999]),
         "cannot be read as safetensors",

@@ -169,7 +169,9 @@ def test_a_draft_that_is_the_target_is_always_accepted(tiny_llama: CausalLM, sam
 
 @pytest.mark.parametrize(("temperature", "rule"), [(0.0, TOKEN_REJECTION), (0.0, typical_acceptance()), (1.0, GREEDY)])
 def test_a_rule_that_does_not_fit_the_temperature_is_refused(temperature: float, rule: Rule) -> None:
-    with pytest.raises(ValueError, match=f"the {rule.name} rule needs .*temperature.*, but it is {temperature:g}"):
+    with pytest.raises(
+        ValueError, match=f"the {rule.name} rule needs .*temperature.*, but the temperature is {temperature:g}"
+    ):
         DecodingConfig(9, SamplingConfig(temperature), rule)
 
 
@@ -185,11 +187,11 @@ def test_a_rule_named_in_the_config_is_used_and_steps_without_a_draft_go_on(
 @pytest.mark.parametrize(
     ("drafter", "rule", "complaint"),
     [
-        (PromptLookupDrafter(), TOKEN_REJECTION, "takes sampled proposals, not deterministic ones"),
-        ("heads", TOKEN_REJECTION, "takes sampled proposals, not sampled without replacement ones"),
+        (PromptLookupDrafter(), TOKEN_REJECTION, "takes sampled proposals, not deterministic proposals"),
+        ("heads", TOKEN_REJECTION, "takes sampled proposals, not sampled without replacement proposals"),
         (PromptLookupDrafter(branches=2), BLOCK_VERIFICATION, "takes chains only: use traversal"),
-        ("hybrid", TOKEN_REJECTION, "takes sampled proposals, not deterministic or grafted ones"),
-        ("chain", TOP_K_CHILDREN, "takes deterministic proposals, not sampled ones"),
+        ("hybrid", TOKEN_REJECTION, "takes sampled proposals, not deterministic or grafted proposals"),
+        ("chain", TOP_K_CHILDREN, "takes deterministic proposals, not sampled proposals"),
     ],
 )
 def test_a_rule_that_does_not_fit_the_drafter_is_refused_before_a_text_begins(
@@ -229,7 +231,7 @@ def test_models_that_are_being_trained_decode_without_dropout_and_stay_in_traini
 
 
 def test_a_text_longer_than_the_context_is_refused_with_both_lengths(tiny_llama: CausalLM) -> None:
-    with pytest.raises(ValueError, match=r"prompt of 90 tokens and 7 new ones exceed .* context of 96"):
+    with pytest.raises(ValueError, match=r"prompt of 90 tokens and 7 new tokens exceed .* context of 96"):
         Engine(tiny_llama).decode([1] * 90, DecodingConfig(7))
     assert len(Engine(tiny_llama, PromptLookupDrafter()).decode([1] * 90, DecodingConfig(6)).tokens) == 6
 

@@ -115,7 +115,7 @@ def test_longrope_is_refused_beyond() -> None:
     and those of cached keys.
     """
     target = CausalLM(longrope())
-    with pytest.raises(ValueError, match=r"prompt of 6 tokens and 19 new ones exceed .* context of 24"):
+    with pytest.raises(ValueError, match=r"prompt of 6 tokens and 19 new tokens exceed .* context of 24"):
         Engine(target).decode(PROMPT, DecodingConfig(19))
     with pytest.raises(ValueError, match="may grow to 25 tokens, more than the draft's context of 24"):
         Engine(CausalLM(model_of("phi3")), DraftModelDrafter(target)).decode(PROMPT, DecodingConfig(19))

@@ -122,7 +122,7 @@ def test_weights_that_are_not_exactly_those_of_the_config_are_refused(tmp_path: 
 def test_a_folder_without_heads_is_refused_by_what_is_missing(tmp_path: Path, missing: str) -> None:
     random_heads().save_pretrained(tmp_path)
     (tmp_path / missing).unlink()
-    with pytest.raises(ValueError, match=f"does not contain Medusa heads, {missing} is missing"):
+    with pytest.raises(ValueError, match=f"does not contain Medusa heads, because {missing} is missing"):
         MedusaHeads.from_pretrained(tmp_path)
 
 

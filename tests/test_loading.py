@@ -308,7 +308,7 @@ def test_what_is_cached_is_read_without_a_request_when_offline_and_by_its_commit
 
 def test_local_files_only_asks_nothing_of_the_hub(hub: FakeHub, folders: Path) -> None:
     folder_on(hub, MODEL, folders / "target")
-    with pytest.raises(ValueError, match="it is not completely cached"):
+    with pytest.raises(ValueError, match="the repository is not completely cached"):
         HeadstartModel.from_pretrained(MODEL, "lookup", local_files_only=True)
     load_tokenizer(MODEL)
     assert hub.asked("/resolve/") and not hub.asked("safetensors"), "a tokenizer needs no weights"
@@ -328,8 +328,13 @@ def test_local_files_only_asks_nothing_of_the_hub(hub: FakeHub, folders: Path) -
 @pytest.mark.parametrize(
     ("state", "name", "token", "said"),
     [
-        ("private", MODEL, None, "that you may read: check the name; if it is private, run `hf auth login`"),
-        ("gated", MODEL, TOKEN, "it is gated: accept its terms at ADDRESS/zoe/model"),
+        (
+            "private",
+            MODEL,
+            None,
+            "that you may read: check the name; if the repository is private, run `hf auth login`",
+        ),
+        ("gated", MODEL, TOKEN, "the repository is gated: accept its terms at ADDRESS/zoe/model"),
         (None, f"{MODEL}@v9", TOKEN, "zoe/model lacks the revision 'v9'"),
         (None, MODEL, "hf_AnotherTokenThatIsNoneAtAll", "does not accept the token (401): run `hf auth login`"),
         ((429, "slow down"), MODEL, TOKEN, "received too many requests (429): wait a few minutes"),

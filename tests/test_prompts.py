@@ -61,7 +61,7 @@ def test_a_chat_template_is_used_for_questions_but_not_for_texts(tmp_path: Path)
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ('{"prompt": "a"}\n{"story": "b"}\n', "line 2: the row lacks a field of prompt"),
+        ('{"prompt": "a"}\n{"story": "b"}\n', "line 2: the row lacks one of the fields prompt"),
         ('{"prompt": "a"}\n{"prompt": \n', "line 2: not JSON"),
         ('{"prompt": 3}\n', "line 1: field 'prompt' contains int, not text or messages"),
         ("", "contains no prompts"),

@@ -83,12 +83,16 @@ def test_a_speed_bench_folder_is_read_split_by_split_as_its_prepare_script_write
         ("rag", user("one"), ("two",)),
     ]
     assert [question.id for question in read_questions(f"{tmp_path}:throughput_1k")] == ["0" * 32]
-    with pytest.raises(ValueError, match=r"SPEED-Bench's qualitative and throughput_1k: name one, as .*:qualitative"):
+    with pytest.raises(
+        ValueError, match=r"SPEED-Bench's qualitative and throughput_1k: name one split, as in .*:qualitative"
+    ):
         read_questions(tmp_path)
-    with pytest.raises(ValueError, match=r"contains qualitative, throughput_1k, but not 'coding': name one as"):
+    with pytest.raises(ValueError, match=r"contains qualitative, throughput_1k, but not 'coding': name one file as"):
         read_questions(f"{tmp_path}:coding")
     empty = {"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH\n\nMore"]}
-    with pytest.raises(ValueError, match=r"line 1: SPEED-Bench's prompt is a placeholder: run its prepare\.py"):
+    with pytest.raises(
+        ValueError, match=r"line 1: SPEED-Bench's prompt is a placeholder: run SPEED-Bench's prepare\.py"
+    ):
         read_questions(written(tmp_path, empty))
 
 

@@ -92,7 +92,7 @@ def test_an_answer_promises_no_gain_that_was_not_measured() -> None:
     rows[1]["speedup_of_totals"] = estimate(1.05)
     assert "interval contains 1×, so these prompts do not show a gain" in said()[0]
     del rows[1]
-    assert said() == ["Only plain decoding was timed, greedy."]
+    assert said() == ["Only plain decoding was timed (greedy)."]
 
 
 @pytest.mark.parametrize(

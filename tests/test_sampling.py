@@ -290,5 +290,5 @@ def test_a_setting_of_a_later_transformers_is_refused_and_a_stranger_passed_over
 @pytest.mark.parametrize("name", ["min_length", "min_new_tokens", "exponential_decay_length_penalty"])
 def test_what_holds_back_the_end_of_a_text_needs_to_know_it(name: str) -> None:
     value = (1, 1.5) if name.startswith("exponential") else 5
-    with pytest.raises(ValueError, match=f"{name} is .* but eos_token_id is not set: set it"):
+    with pytest.raises(ValueError, match=f"{name} is .* but eos_token_id is not set: set eos_token_id"):
         sampling_from_generation_config(with_setting(name, value, do_sample=False))

@@ -151,7 +151,7 @@ def proposal_of(kind: ProposalKind, parents: tuple[int, ...] = (-1, 0)) -> Propo
     ("name", "kind"), [(name, kind) for name, (kinds, _) in FITS.items() for kind in ProposalKind if kind not in kinds]
 )
 def test_a_rule_refuses_a_kind_it_was_not_derived_for(name: str, kind: ProposalKind) -> None:
-    with pytest.raises(ValueError, match=f"{RULES[name].name} rule takes .* proposals, not {kind.value} ones"):
+    with pytest.raises(ValueError, match=f"{RULES[name].name} rule takes .* proposals, not {kind.value} proposals"):
         RULES[name](proposal_of(kind), torch.full((2, 3), 1 / 3), EnumeratingSource())
 
 

@@ -97,7 +97,7 @@ def test_a_folder_with_output_tokens_is_read_as_a_trimmed_draft(
     [
         (None, "output_tokens.json of .* cannot be read"),
         ("[1, true]", "is not a list of token ids"),
-        ("[3, 99]", "token 99 is unknown to the draft, which has 0 to 15"),
+        ("[3, 99]", "token 99 is unknown to the draft, which has tokens 0 to 15"),
     ],
 )
 def test_a_list_that_is_none_is_refused(

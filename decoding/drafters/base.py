@@ -24,9 +24,9 @@ class DraftRequest:
     of the target's lm_head from which that token was written. ``max_depth`` limits the drafted tokens on a path; it is
     0 if the row has no room left. ``max_nodes`` includes the root.
 
-    ``states`` is for drafters with `Drafter.taps`: the target's states after these layers, concatenated, for all tokens
-    since the last request of this row, including the prompt. The newest token has no states, because the target has not
-    run it yet.
+    ``states`` is for drafters with `Drafter.taps`: the target's states after these layers, concatenated, at all tokens
+    that are new since the last request of this row; the first request includes the prompt. The newest token has no
+    states, because the target has not run it yet.
 
     Between two requests a row's text only grows.
     """
@@ -78,7 +78,7 @@ class TextRows:
 class DraftSession(Protocol):
     """A drafter's work on one batch.
 
-    The session has all state of the generation; the drafter and its model keep nothing.
+    The session holds everything that changes during decoding; the drafter and its model keep no state.
     """
 
     def admit(self, row: int, start: TextStart) -> None:
@@ -97,7 +97,7 @@ class DraftSession(Protocol):
     def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
         """Learn from the target's logits at every node of the last trees, (nodes, vocab) for each row.
 
-        Most sessions ignore them.
+        Most sessions ignore the logits.
         """
         return
 
@@ -126,7 +126,7 @@ class RowsSession(DraftSession):
 
 
 class Drafter(ABC):
-    """A way of drafting, which opens sessions. The drafter's models and settings never change."""
+    """A method of drafting, which opens sessions. Its models and settings never change."""
 
     name: str
     artefact: str | None = None
@@ -151,11 +151,11 @@ class Drafter(ABC):
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> DraftSession:
         """Start on up to ``rows`` texts of at most ``max_length`` tokens.
 
-        Raises UserError if the target does not fit.
+        Raises UserError if the target does not fit the drafter.
         """
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
-        """Return the kinds of the drafter's proposals under these controls; deterministic by default."""
+        """Return the kinds of the drafter's proposals under these controls; by default all are deterministic."""
         return frozenset({ProposalKind.DETERMINISTIC})
 
     @property
@@ -165,7 +165,7 @@ class Drafter(ABC):
 
     @property
     def chains(self) -> tuple[Budget, ...]:
-        """The budgets for targets that cannot run trees; each of them has only room for a chain."""
+        """The budgets for targets that cannot run trees; each of them has room only for a chain."""
         return self.budgets if self.chains_only else ()
 
     def budgets_on(self, target: CausalLM) -> tuple[Budget, ...]:
@@ -189,7 +189,7 @@ class Drafter(ABC):
 
 
 def chain_budgets(depth: int) -> tuple[Budget, ...]:
-    """Return the budgets of a drafter of chains of up to ``depth`` tokens."""
+    """Return the budgets of a drafter that writes chains of up to ``depth`` tokens."""
     return tuple(Budget(length, length + 1) for length in range(1, depth + 1))
 
 

@@ -15,7 +15,7 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import Proposal, TokenTree, TreeShape
 
 _FEW = 8
-"""If a text has more new tokens than this, they run in a separate pass before the chain."""
+"""If a text has more new tokens than this number, they run in a separate pass before the chain."""
 
 
 def check_draft(draft: CausalLM, target: CausalLM, max_length: int) -> None:
@@ -42,8 +42,8 @@ def shared_tokens(draft: CausalLM, target: CausalLM) -> int:
 class DraftState:
     """Cache of a draft model for the texts of a batch, and the `TextRows` of the batch.
 
-    Between two steps the cache contains the text of each row, followed by those nodes of the row's last tree that were
-    run.
+    Between two steps the cache contains the text of each row, followed by those nodes of the row's last tree that the
+    draft has run.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class DraftState:
         return self.over_target_vocabulary(self.draft.append(self._lacking(texts), self.cache).logits)
 
     def verify(self, texts: Sequence[Sequence[int]], chains: Sequence[TokenTree]) -> list[Float[Tensor, "nodes vocab"]]:
-        """Run the new tokens of each text and the chain drafted after it, in one pass; return the logits at its nodes.
+        """Run the new tokens of each text and the chain drafted after it, in one pass; return the chain's logits.
 
         Texts that grew by many tokens since the last call take one more pass, because this pass computes logits at all
         nodes.
@@ -126,18 +126,18 @@ class DraftState:
         return blocks
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
-        # A token that the draft does not know is replaced by the draft's last token: q gets worse, but any q is
-        # lossless.
+        # A token that the draft does not know is replaced by the draft's last token.
+        # This makes q worse, but the text is lossless with any q.
         last = self.draft.vocab_size - 1
         return [min(token, last) for token in tokens]
 
     def _keep_accepted(self, row: int, text: Sequence[int]) -> None:
-        """Keep the keys of the nodes of the last tree that became text; drop the others."""
+        """Keep the keys of those nodes of the last tree that became text; drop the keys of the other nodes."""
         if row not in self._run_trees:
             return
         tree, run = self._run_trees.pop(row)
-        # The text's last token is left out: the next draft runs it first, and a lossy rule may write a token that it
-        # rejected.
+        # The text's last token is left out, because the next draft runs this token first.
+        # Besides, a lossy rule may write a token that it has just rejected.
         path = tree.follow(text[self._committed[row] : -1])
         kept = [node - 1 for node in path if node <= run]
         self.cache.commit(row, self._committed[row], kept)
@@ -149,7 +149,7 @@ class DraftState:
             self._run_trees[row] = (tree, count)
 
     def step(self, tokens: Int[Tensor, " rows"]) -> Float[Tensor, "rows vocab"]:
-        """Run one more token in each row, and return its logits."""
+        """Run one more token in each row, and return the logits after it."""
         known = tokens.clamp(max=self.draft.vocab_size - 1)
         return self.over_target_vocabulary(self.draft.step(known, self.cache).logits)
 
@@ -161,8 +161,8 @@ class DraftState:
     def over_target_vocabulary(self, logits: Float[Tensor, "*rows draft_vocab"]) -> Float[Tensor, "*rows vocab"]:
         """Map the draft's logits to the *target's* vocabulary.
 
-        Padded vocabularies of one family differ in size: tokens that only the draft has are never proposed; tokens that
-        only the target has get q = 0.
+        Models of one family may pad their vocabularies to different sizes. Tokens that only the draft has are never
+        proposed, and tokens that only the target has get q = 0.
         """
         return over_vocabulary(logits, self.draft.output_tokens, self._vocab_size)
 
@@ -176,10 +176,11 @@ class StateSession(RowsSession):
 
 
 class DraftModelDrafter(GrownDrafter):
-    """Drafter of a chain of ``tokens`` with a model that uses the target's tokenizer.
+    """Drafter of a chain of ``tokens`` tokens, written by a model that uses the target's tokenizer.
 
-    At temperature 0 it drafts the model's best tokens. Above 0 it draws from the model's distribution unless
-    ``sampled`` is False; the chain ends early if processors forbid every token that the model knows.
+    At temperature 0 the chain consists of the model's best tokens. At higher temperatures each token is drawn from the
+    model's distribution, unless ``sampled`` is False; the chain ends early if processors forbid every token that the
+    model knows.
     """
 
     name = "draft model"

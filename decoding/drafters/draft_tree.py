@@ -19,7 +19,7 @@ from decoding.rules.tree import Proposal, ProposalKind, TokenTree, TreeShape
 
 
 class DraftTreeDrafter(Drafter):
-    """Drafter of the ``nodes`` likeliest nodes (root included) that a beam of the draft model finds.
+    """Drafter of a tree with the ``nodes`` likeliest nodes (root included) that a beam search of the draft finds.
 
     A node's score is the draft's probability of its whole path. Each pass runs the best ``width`` nodes of a level, and
     each of these nodes gets its best ``width`` tokens as children. The best children of all levels form the tree. The
@@ -34,7 +34,7 @@ class DraftTreeDrafter(Drafter):
         if depth < 1 or width < 1:
             raise UserError(f"depth is {depth} and width {width}: use at least 1 of each")
         if nodes <= depth:
-            raise UserError(f"nodes is {nodes}: a tree {depth} deep needs at least {depth + 1}, the root included")
+            raise UserError(f"nodes is {nodes}: a tree of depth {depth} needs at least {depth + 1}, including the root")
         self.draft = draft
         self.depth = depth
         self.width = width
@@ -101,7 +101,7 @@ class DraftTreeSession(StateSession):
         else:
             best, tokens = probabilities(flat, self._sampling, history).float().topk(self._drafter.width)
             scores = best.log()
-        # fp32 represents every id below 2^24 exactly, so ids and scores come to the host in one transfer.
+        # fp32 represents every id below 2^24 exactly, so ids and scores can share one transfer to the host.
         token_lists, score_lists = torch.stack([tokens.float(), scores]).tolist()
         return [
             [(int(token), score) for token, score in zip(*node, strict=True) if score > -math.inf]
@@ -118,7 +118,7 @@ class _Beam:
         self._tokens, self._parents, self._scores = [request.tokens[-1]], [-1], [0.0]
         self._depth = 0
         self.run = [0]
-        """Nodes that have run or run in this pass, in the order of their keys in the draft's cache."""
+        """Nodes that have already run, and then those of this pass, in the order of their keys in the draft's cache."""
         self.level = [0] if self._bounds.depth > 0 else []
         """Nodes that run in this pass; they are at the end of ``run``."""
 

@@ -1,4 +1,4 @@
-"""A DSpark draft as a drafter: one small forward pass over masks drafts all tokens of a step (2607.05147)."""
+"""A DSpark draft as a drafter: one small forward pass over mask tokens drafts all tokens of a step (2607.05147)."""
 
 from collections.abc import Sequence
 
@@ -14,16 +14,17 @@ from decoding.model.dspark_draft import DSparkDraft, PairedDSpark
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import Proposal
 
-_TOGETHER = 1024  # up to this many tokens, the states of several texts are concatenated for one product
+_TOGETHER = 1024  # up to this many tokens, the states of several texts share one matrix product
 
 
 class DSparkDrafter(GrownDrafter):
     """Drafter of a chain or a tree with a DSpark draft.
 
     ``tree`` lists the nodes as paths: rank r means the r-th best token (from 0) after the node above. ``tokens`` is the
-    length of a chain. Without either, the tree in the draft's config is drafted, or a chain of all K tokens.
-    ``sampled``: above temperature 0 each token is drawn from q given the token before it, and siblings are drawn
-    without replacement. If it is False, the likeliest tokens are taken, as at temperature 0.
+    length of a chain. If neither is set, the draft writes the tree in its config, or, if the config has no tree, a
+    chain of ``block_size`` tokens. ``sampled``: above temperature 0 each token is drawn from q given the token before
+    it, and siblings are drawn without replacement. If ``sampled`` is False, the likeliest tokens are taken, as at
+    temperature 0.
     """
 
     name = "dspark"
@@ -46,11 +47,13 @@ class DSparkDrafter(GrownDrafter):
         shape = StaticTree.chain(tokens or config.block_size) if tree is None else StaticTree(tree)
         if shape.max_depth > config.block_size:
             raise UserError(
-                f"the tree is {shape.max_depth} deep, but the draft has {config.block_size} tokens: shorten its paths"
+                f"the tree has depth {shape.max_depth}, but the draft writes at most {config.block_size} tokens: "
+                "shorten the paths of the tree"
             )
         if shape.ranks > config.outputs:
             raise UserError(
-                f"the tree has {shape.ranks} ranks, but the draft writes {config.outputs} tokens: use fewer ranks"
+                f"the tree has {shape.ranks} ranks, but the draft's vocabulary has {config.outputs} tokens: "
+                "use fewer ranks"
             )
         if config.markov_head_type == "rnn" and not shape.is_chain:
             raise UserError(
@@ -69,7 +72,8 @@ class DSparkDrafter(GrownDrafter):
 class TextKeys:
     """Keys and values of the texts of a batch, and of the block after each text: (layers, rows, key heads, room, dim).
 
-    Keys of a text come from the target's states at committed tokens, so they are never dropped; only whole blocks are.
+    Keys of a text come from the target's states at committed tokens, so they are never dropped. Only the keys of whole
+    blocks are dropped.
     """
 
     def __init__(self, draft: DSparkDraft, rows: int, longest: int) -> None:
@@ -92,7 +96,7 @@ class TextKeys:
             buffer[:, to, :, :length] = buffer[:, row, :, :length]
 
     def append(self, states: Sequence[Float[Tensor, "tokens taps"]]) -> None:
-        """Add the target's states at the next tokens of the first rows, with one product for all rows.
+        """Add the target's states at the next tokens of the rows 0, 1, …, with one matrix product for all rows.
 
         Many tokens, as in prompts, are added row by row, to avoid a second copy of their states.
         """
@@ -116,7 +120,10 @@ class TextKeys:
         self.lengths[first : first + len(counts)] = [begin + n for begin, n in zip(begins, counts, strict=True)]
 
     def run(self, embedded: Float[Tensor, "rows slots hidden"]) -> Float[Tensor, "rows slots hidden"]:
-        """Run a block after each of the first rows; return the input of the target's lm_head. The block is not kept."""
+        """Run a block after the text of each row of ``embedded``; return the input of the target's lm_head.
+
+        The block is not kept.
+        """
         (rows, slots), device = embedded.shape[:2], embedded.device
         begins = self.lengths[:rows]
         keys, mask = max(begins) + slots, None

@@ -28,9 +28,9 @@ class Eagle3Drafter(GrownDrafter):
     """Drafter of a chain or a tree with an EAGLE-3 draft.
 
     ``tree`` lists the nodes as paths: rank r means the r-th best token (from 0) after the node above. ``tokens`` is the
-    length of a chain. Without either, a chain of 4 is drafted. ``sampled``: above temperature 0 each token is drawn
-    from q given the path to it, and siblings are drawn without replacement. If it is False, the likeliest tokens are
-    taken, as at temperature 0.
+    length of a chain. If neither is set, the draft writes a chain of 4 tokens. ``sampled``: above temperature 0 each
+    token is drawn from q given the path to the token, and siblings are drawn without replacement. If ``sampled`` is
+    False, the likeliest tokens are taken, as at temperature 0.
     """
 
     name = "eagle3"
@@ -49,7 +49,9 @@ class Eagle3Drafter(GrownDrafter):
             raise UserError(f"tokens is {tokens}: use at least 1")
         shape = StaticTree.chain(tokens or 4) if tree is None else StaticTree(tree)
         if shape.ranks > (outputs := draft.config.draft_vocab_size):
-            raise UserError(f"the tree has {shape.ranks} ranks, but the draft writes {outputs} tokens: use fewer ranks")
+            raise UserError(
+                f"the tree has {shape.ranks} ranks, but the draft's vocabulary has {outputs} tokens: use fewer ranks"
+            )
         self.draft = draft
         self._grow(shape, sampled, None if tree is None else "tree")
         self.taps = draft.config.target_layer_ids
@@ -60,14 +62,14 @@ class Eagle3Drafter(GrownDrafter):
 
 
 class Eagle3TreeDrafter(DraftTreeDrafter):
-    """Drafter of the ``nodes`` likeliest nodes (root included) that a beam of an EAGLE-3 draft finds."""
+    """Drafter of a tree with the ``nodes`` likeliest nodes (root included) that a beam search of the draft finds."""
 
     name = "eagle3 tree"
 
     def __init__(self, draft: Eagle3Draft, depth: int = 5, width: int = 4, nodes: int = 24) -> None:
-        super().__init__(draft, depth, width, nodes)  # type: ignore[arg-type]  # kept, and read by `open` below only
+        super().__init__(draft, depth, width, nodes)  # type: ignore[arg-type]  # only `open` below reads it
         if width > (outputs := draft.config.draft_vocab_size):
-            raise UserError(f"width is {width}, but the draft writes {outputs} tokens: use at most {outputs}")
+            raise UserError(f"width is {width}, but the draft's vocabulary has {outputs} tokens: use at most {outputs}")
         self._eagle3 = draft
         self.taps = draft.config.target_layer_ids
         self.label_with_size = f"eagle3, best tree of {self.max_nodes - 1}"
@@ -90,7 +92,7 @@ class _Level(NamedTuple):
     ancestors.
     """
     flat: Int[Tensor, " some"]
-    """Indices of the nodes in the flattened (rows, width), row by row and without padding."""
+    """Indices of the nodes in a flattened (rows, width) tensor, row by row and without padding."""
     sees_all: bool
     """True if every node attends to all slots of a text and of its tree."""
 
@@ -99,7 +101,7 @@ def _level(shapes: Sequence[TreeShape], first: Sequence[int], device: torch.devi
     """Describe the level that consists of each tree's nodes from ``first[row]`` to the end."""
     counts = [len(shape) - begin for shape, begin in zip(shapes, first, strict=True)]
     width = max(counts)
-    last = max(map(len, shapes)) - (min(counts) == width)  # one more number for padding, if there is any
+    last = max(map(len, shapes)) - (min(counts) == width)  # padding, if there is any, needs one more number
     nodes, parents = torch.full((len(shapes), width), last), torch.zeros(len(shapes), width, dtype=torch.long)
     visible = torch.zeros(len(shapes), width, last, dtype=torch.bool)
     for row, (shape, begin, count) in enumerate(zip(shapes, first, counts, strict=True)):
@@ -116,17 +118,18 @@ def _level(shapes: Sequence[TreeShape], first: Sequence[int], device: torch.devi
 
 @lru_cache(maxsize=256)
 def _static_level(cuts: tuple[Cut, ...], depth: int, device: torch.device) -> _Level:
-    """Describe the level of the nodes at ``depth`` of trees of known shapes; nodes without children do not run."""
+    """Describe the level of all nodes at ``depth`` in trees of known shapes; nodes without children do not run."""
     inner = [[node for node in shape.inner if shape.depths[node] <= depth] or [0] for shape, _ in cuts]
     first = [sum(shape.depths[node] < depth for node in nodes) for (shape, _), nodes in zip(cuts, inner, strict=True)]
     return _level([shape.keep(nodes) for (shape, _), nodes in zip(cuts, inner, strict=True)], first, device)
 
 
 class Eagle3State:
-    """Keys, values and states of a draft on a batch, with the `TextRows` of its rows.
+    """Keys, values and states of a draft on a batch, with the `TextRows` of the batch.
 
-    A text of n tokens has n - 1 slots, followed by the slots of drafted nodes, which are made from the draft's own
-    states. When drafted tokens are accepted, slots made from the target's states overwrite these.
+    A slot is one position that the draft reads: a token, and the state at the token before it. A text of n tokens has n
+    - 1 slots, which are made from the target's states. They are followed by the slots of drafted nodes, which are made
+    from the draft's own states and are overwritten once their tokens are accepted.
     """
 
     def __init__(
@@ -140,7 +143,7 @@ class Eagle3State:
         shape = (rows, config.num_key_value_heads, max_length + max(max_nodes, _FEW), config.head_dim)
         self._keys, self._values = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
         self._held_at = torch.zeros(rows, shape[2], dtype=torch.long, device=weight.device)
-        """Positions of the slots whose keys are kept, for drafts with a window."""
+        """Positions of the slots whose keys are kept, for drafts with a sliding window."""
         self._states = weight.new_zeros(rows, max_nodes + 1, config.hidden_size)
         """States of the nodes that have run, for each row. The root has the state of the text's last slot, or zeros if
         there is no slot."""
@@ -170,7 +173,7 @@ class Eagle3State:
         self._unread[to] = self._unread.pop(row)
 
     def receive(self, requests: Sequence[DraftRequest]) -> None:
-        """Keep the target's states at new tokens."""
+        """Keep the target's states at the new tokens of each row."""
         for row, request in enumerate(requests):
             if request.states is not None and len(request.states):
                 self._unread[row].append(request.states.to(self.draft.fc.weight))
@@ -237,7 +240,10 @@ class Eagle3State:
         visible: Bool[Tensor, "rows width keys"] | None,
         keys: int,
     ) -> Float[Tensor, "rows width hidden"]:
-        """Run slots of the rows from ``first`` on, store their keys in ``slots``, and return their states."""
+        """Run new slots of the rows from ``first`` on, and return their states.
+
+        Their keys and values are stored at the indices ``slots``.
+        """
         here = slice(first, first + len(tokens))
         index = torch.arange(here.start, here.stop, device=tokens.device)[:, None]
 

@@ -1,4 +1,4 @@
-"""Growth of trees of a fixed shape, depth by depth, in which each node has a separate distribution of children."""
+"""Growth of trees with a fixed shape, one depth after another. Each node has its own distribution of children."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -24,7 +24,7 @@ Cut = tuple[TreeShape, tuple[int, ...]]
 
 
 class ChildLogits(NamedTuple):
-    """Logits of the children of some nodes; several nodes may share a row."""
+    """Logits of the children of some nodes; several nodes may share a row of logits."""
 
     logits: Float[Tensor, "some outputs"]
     row: Int[Tensor, " nodes"]
@@ -53,7 +53,7 @@ class StaticTree:
     """
 
     def __init__(self, paths: Sequence[Sequence[int]]) -> None:
-        """Take ``paths`` of ranks as in `TreeShape.from_paths`; raise UserError if the list is empty."""
+        """``paths`` are paths of ranks, as in `TreeShape.from_paths`. Raises UserError if the list is empty."""
         self._shape, ranks = TreeShape.from_paths(paths)
         self.max_depth = self._shape.max_depth
         if self.max_depth < 1:
@@ -70,7 +70,7 @@ class StaticTree:
 
     @staticmethod
     def chain(length: int) -> "StaticTree":
-        """Make a chain of ``length`` tokens, each of which is the best one."""
+        """Make a chain of ``length`` tokens, each of which is the draft's best token."""
         return StaticTree([(0,) * depth for depth in range(1, length + 1)])
 
     def cut(self, request: DraftRequest) -> Cut:
@@ -85,15 +85,15 @@ class StaticTree:
     def _sizes(self) -> tuple[Budget, ...]:
         """List the budgets.
 
-        Every depth has a budget with all ranks and one with only rank 0; the full depth also has budgets with 2, 4, ...
-        ranks.
+        Every depth has a budget with all ranks and a budget with only rank 0; the full depth also has budgets with 2,
+        4, ... ranks.
         """
         widths = [1]
         while 2 * widths[-1] < self.ranks:
             widths.append(2 * widths[-1])
         cuts = [self._nodes(depth, width) for depth in range(1, self.max_depth + 1) for width in (1, self.ranks)]
         cuts += [self._nodes(self.max_depth, width) for width in widths]
-        # Sorted by size: a deeper draft costs one more head, and a larger draft costs a wider target pass.
+        # Sorted by size: each further depth costs one more head, and each further node makes the target pass wider.
         sizes = {(len(nodes), max(self._shape.depths[node] for node in nodes)) for nodes in cuts}
         return tuple(Budget(depth, nodes) for nodes, depth in sorted(sizes) if nodes > 1)
 
@@ -108,11 +108,12 @@ class StaticTree:
 
 
 class ConditionalLogits:
-    """Logits computed for all depths together, with a bias that depends on the previous token: a `NodeLogits`.
+    """A `NodeLogits` that has the logits of all depths from the start, and adds a bias for the previous token.
 
-    ``base[d]`` predicts the children of the nodes at depth d of every row. With ``bias`` None the logits do not depend
-    on drafted tokens. ``output_tokens``: the target's token for each output, in increasing order; None if output i is
-    token i. ``block`` computes the factor that the bias multiplies; None means the embedding of the previous token.
+    ``base[d]`` predicts the children of the nodes at depth d of every row. If ``bias`` is None, the logits do not
+    depend on drafted tokens. ``output_tokens``: the target's token for each output, in increasing order; None if output
+    i is token i. ``block`` computes the vector that the bias's output layer reads; None means the embedding of the
+    previous token.
     """
 
     def __init__(
@@ -190,8 +191,8 @@ class Growth:
     If the tree is drawn (``sampled``, above temperature 0), a node's children are drawn without replacement from q, the
     distribution after the node's path and every sampling control. If q has fewer tokens than the shape has children,
     the other children and their subtrees are not drafted. The shape is cut to the request before anything is drawn,
-    because decoding would not be lossless if drawn tokens decided which nodes are kept. Each node takes one number from
-    the source of its row, so rows do not affect one another.
+    because decoding would not be lossless if drawn tokens decided which nodes are kept. Each node takes one random
+    number from the source of its row, so rows do not affect one another.
 
     If the tree is not drawn, a node's child of rank r is the r-th best token (from 0) after the path, with penalties
     and processors applied.
@@ -212,8 +213,8 @@ class Growth:
     def propose(self, requests: Sequence[DraftRequest], nodes: NodeLogits, texts: TextRows) -> list[Proposal]:
         """Draft with one call of ``nodes`` per depth, for the parents of all trees together.
 
-        If the tree is drawn, and has branches or processors, this waits for the device once. Controls that read the
-        history cost one more transfer per depth.
+        If the tree is drawn, and if it has branches or the controls include processors, the method waits for the device
+        once. Controls that read the history cost one more transfer to the host per depth.
         """
         sampling, device = texts.sampling, texts.device
         kind = self.kind(sampling)
@@ -232,7 +233,7 @@ class Growth:
             uniforms = torch.cat([F.pad(of_row, (1, 0)) for of_row in taken])
         q = torch.zeros(0)
         for depth, level in enumerate(self._levels(cuts, device)):
-            known = tokens.clamp(max=texts.vocab_size - 1)  # a valid id for nodes without a draw; never read
+            known = tokens.clamp(max=texts.vocab_size - 1)  # nodes without a draw get a valid id, which is never read
             below = nodes(depth, level.rows, known[level.parents]).to(device)
             if sampling.processors:  # processors read the logits of all tokens
                 below = ChildLogits(over_vocabulary(below.logits, below.tokens, texts.vocab_size), below.row)
@@ -251,7 +252,9 @@ class Growth:
                     q[level.q_rows] = weights
                 else:
                     q[level.q_rows[:, None], own] = weights
-                    own = F.pad(own, (0, 1), value=texts.vocab_size)  # the token of a draw without weight
+                    own = F.pad(
+                        own, (0, 1), value=texts.vocab_size
+                    )  # this id stands for a draw that found no weight left
             else:
                 adjusted, width = adjusted_logits(below.logits, sampling, history), level.child.shape[1]
                 best = best_tokens(adjusted)[:, None] if width == 1 else adjusted.topk(width).indices
@@ -277,7 +280,10 @@ class GrownDrafter(Drafter):
     growth: Growth
 
     def _grow(self, tree: StaticTree, sampled: bool, noun: str | None = None) -> None:
-        """Set the shape and the label, which counts tokens, or the drafted nodes of a ``noun`` (tree or chain)."""
+        """Set the shape and the label.
+
+        The label states the number of tokens, or, if ``noun`` is "tree" or "chain", the number of drafted nodes.
+        """
         self.growth, self.budgets = Growth(tree, sampled), tree.budgets
         size = f"{tree.max_depth} {'tokens' if sampled else 'likeliest tokens'}"
         if noun is not None:

@@ -1,9 +1,9 @@
 """Two drafters in one tree: branches of a cheap lookup are added to the tree of a model.
 
-At each step each text decides whether the model also drafts. The model pauses when drafting would cost more than it
-gains: the lookup has found a long, and therefore reliable, match, or the model's drafts keep being rejected. The choice
-depends only on the text and on earlier steps, never on tokens drawn in this step. The rule of every step therefore
-stays lossless.
+In each step the hybrid decides for each text whether the model drafts as well. The model pauses when drafting would
+cost more than it gains, because the lookup has found a long and therefore reliable match, or because the model's drafts
+keep being rejected. The choice depends only on the text and on earlier steps, never on tokens drawn in this step.
+Verification therefore stays lossless in every step.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import DrawnPart, Proposal, ProposalKind, TokenTree, TokenTrie, fetch_tokens
 
 _PRIOR_TRIALS = 4.0
-"""Weight of a prior, in trials. The mean over a text has a prior; the mean for each match length has the mean over the
-text as its prior."""
-_MEMORY = 50.0  # trials that a mean remembers
-_UNTRIED = 16  # steps without the first drafter after which a text tries it again
-_LENGTHS = 5  # classes of matches: none, 1, 2 to 3, 4 to 7, 8 and more tokens
+"""Weight of a prior, as a number of trials. The prior of the mean for one match length is the mean for the whole text,
+whose own prior is a constant."""
+_MEMORY = 50.0  # number of recent trials that a running mean covers
+_UNTRIED = 16  # number of steps without the first drafter after which a text tries it again
+_LENGTHS = 5  # number of classes of match lengths: no match, 1, 2 to 3, 4 to 7, 8 or more tokens
 
 
 class HybridDrafter(Drafter):
@@ -31,12 +31,13 @@ class HybridDrafter(Drafter):
     paired with the k-th budget of the other; the last budget of the shorter list is paired with the rest of the longer
     list. So each drafter has a share of the nodes. A request that is smaller than every pair goes to ``first`` alone.
 
-    ``first`` skips a step if it is expected to add fewer tokens than ``least_gain`` times the tokens that the step
-    writes without it (None: the rough cost of ``first``; 0: it always drafts). Both expectations are running means over
-    the text, separate for each length of the lookup's match.
+    ``first`` skips a step if it is expected to add fewer tokens than ``least_gain`` times the number of tokens that the
+    step would write without ``first``. If ``least_gain`` is None, the rough cost of ``first`` is used; if it is 0,
+    ``first`` drafts in every step. Both expected numbers are running means over the text, kept separately for each
+    length of the lookup's match.
 
     If only one of the two drafted, its proposal is used unchanged. If both drafted, the proposal is deterministic if
-    both parts are deterministic, and grafted if the first part carries a q. Neither session receives the target's
+    both parts are deterministic, and it is grafted if the first part has a q. Neither session receives the target's
     logits.
     """
 
@@ -74,7 +75,7 @@ class HybridDrafter(Drafter):
         return first_nodes, max_nodes - first_nodes + 1
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
-        if self.lookup.kinds(sampling) != {ProposalKind.DETERMINISTIC}:  # drawn tokens would lose their q
+        if self.lookup.kinds(sampling) != {ProposalKind.DETERMINISTIC}:  # because drawn tokens would lose their q
             raise UserError(
                 f"{self.lookup.name} draws its tokens, so it cannot be a hybrid's lookup: use prompt lookup"
             )
@@ -105,8 +106,8 @@ class _FirstChoice:
 
     def __init__(self) -> None:
         self._looked_up = [_Mean() for _ in range(_LENGTHS)]
-        """Tokens accepted from the lookup's tree, by the class of the match."""
-        self._added = [_Mean() for _ in range(_LENGTHS)]  # further tokens accepted, in steps with both trees
+        """Number of tokens accepted from the lookup's tree, by the class of the match length."""
+        self._added = [_Mean() for _ in range(_LENGTHS)]  # number of further tokens accepted, in steps with both trees
         self._added_to_any = _Mean()
         self._untried = 0
         self.last: tuple[int, int, tuple[TokenTree, TokenTree, TokenTree]] | None = None
@@ -152,8 +153,8 @@ class HybridSession(DraftSession):
             session.move(row, to)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        # Neither drafter sees the other's tokens. These may be random draws, and a draft that depends on them would not
-        # be lossless.
+        # Neither drafter sees the tokens of the other drafter.
+        # These tokens may be random draws, and a draft that depends on them would not be lossless.
         splits = [self._drafter.split(request.max_nodes) for request in requests]
         looked_up = self._sessions[1].propose(
             [replace(request, max_nodes=nodes) for request, (_, nodes) in zip(requests, splits, strict=True)]
@@ -183,7 +184,7 @@ class HybridSession(DraftSession):
 
 
 def graft(first: Proposal, lookup: Proposal) -> Proposal:
-    """Join two trees: the first tree's nodes keep their numbers; the second tree's own nodes follow."""
+    """Join two trees: the first tree's nodes keep their numbers; nodes that only the second tree has follow."""
     if len(first.tree) == 1 or len(lookup.tree) == 1:
         return first if len(lookup.tree) == 1 else lookup
     trie = TokenTrie(first.tree.token_list[0])
@@ -192,15 +193,15 @@ def graft(first: Proposal, lookup: Proposal) -> Proposal:
     grafted = [0]
     for parent, token in _below_root(lookup.tree):
         grafted.append(trie.child(grafted[parent], token))
-    # The kind must not depend on whether the second tree adds a node, because that depends on the drawn tokens. If some
-    # draws kept q and others dropped it, q would no longer be the distribution of the draws that kept it.
+    # The kind must not depend on whether the second tree adds a node, because that depends on the drawn tokens.
+    # If some draws kept q and others dropped it, q would no longer be the distribution of the draws that kept q.
     drawn = DrawnPart(len(first.tree), first.kind) if first.kind.has_q else None
     tree = trie.tree(first.tree.tokens.device)
     return Proposal(tree, _with_lookup(first.kind), first.q, drawn, lookup.matched)
 
 
 def _with_lookup(first: ProposalKind) -> ProposalKind:
-    """Return the kind of a tree of this kind onto which a lookup is grafted."""
+    """Return the kind of the tree that results if a lookup is grafted onto a tree of the kind ``first``."""
     return ProposalKind.GRAFTED if first.has_q else first
 
 

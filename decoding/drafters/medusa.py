@@ -1,4 +1,4 @@
-"""Heads as a drafter: a tree of tokens predicted by the heads, from the hidden state that wrote the root."""
+"""Heads as a drafter: they predict a tree of tokens from the hidden state from which the target wrote the root."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,8 @@ class MedusaDrafter(GrownDrafter):
         shape = StaticTree(config.tree if tree is None else tree)
         if shape.max_depth > config.num_heads:
             raise UserError(
-                f"the tree is {shape.max_depth} deep, but there are {config.num_heads} heads: shorten its paths"
+                f"the tree has depth {shape.max_depth}, but there are {config.num_heads} heads: "
+                "shorten the paths of the tree"
             )
         if shape.ranks > config.outputs:
             raise UserError(f"the tree has rank {shape.ranks - 1}: use ranks below {config.outputs}")

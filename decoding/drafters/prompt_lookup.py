@@ -1,8 +1,8 @@
 """Prompt lookup (Saxena 2023): drafts the tokens that followed an earlier occurrence of the last few tokens.
 
-It looks up the longest suffix of the text, at most ``ngram`` tokens long, that also occurs earlier in the text. It
-drafts the continuation of the latest earlier occurrence, whereas `transformers` (``prompt_lookup_num_tokens``) uses the
-first occurrence.
+The drafter looks up the longest suffix of the text, at most ``ngram`` tokens long, that also occurs earlier in the
+text. It drafts the continuation of the latest earlier occurrence, whereas `transformers` (``prompt_lookup_num_tokens``)
+uses the first occurrence.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,12 +17,12 @@ from decoding.rules.tree import Proposal, ProposalKind, TokenTrie
 
 
 class PromptLookupDrafter(TextDrafter):
-    """Drafter of up to ``branches`` continuations of ``tokens``, from the prompt and the output so far.
+    """Drafter of up to ``branches`` continuations of ``tokens`` tokens, from the prompt and the output so far.
 
     The first branch continues the latest earlier occurrence of the longest suffix. Further branches continue other
-    occurrences: first those of longer suffixes, and among equal lengths the latest ones. Equal beginnings of branches
-    are merged. A continuation ends at the text's end, unless the occurrence touches or overlaps the suffix: then the
-    text repeats itself, and the continuation repeats it further.
+    occurrences: first occurrences of longer suffixes, and among equal lengths the latest occurrences. Equal beginnings
+    of branches are merged. A continuation ends at the text's end, unless the occurrence touches or overlaps the suffix.
+    In that case the text repeats itself, and the continuation goes on repeating it.
 
     Suffixes of fewer than ``min_ngram`` tokens are not looked up.
     """
@@ -49,7 +49,7 @@ class PromptLookupDrafter(TextDrafter):
 class PromptLookupSession(TextSession):
     """An index of every n-gram of one text. A token enters the index once another token follows it."""
 
-    _LOOKS = 4  # occurrences tried per branch, because the latest ones often continue with the same tokens
+    _LOOKS = 4  # number of occurrences tried per branch: the latest often continue with the same tokens
 
     def __init__(self, drafter: PromptLookupDrafter, target: CausalLM) -> None:
         self._drafter = drafter
@@ -78,8 +78,8 @@ class PromptLookupSession(TextSession):
         return Proposal(trie.tree(self._device), ProposalKind.DETERMINISTIC, matched=matched)
 
     def _matches(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield the ends and sizes of earlier occurrences of the text's suffixes: longer ones first, and among equal
-        lengths later ones first.
+        """Yield the ends and sizes of earlier occurrences of the text's suffixes: longer suffixes first, and among
+        equal lengths later occurrences first.
         """
         for size in range(min(self._drafter.ngram, len(tokens)), self._drafter.min_ngram - 1, -1):
             ends = self._ends.get(tuple(tokens[len(tokens) - size :]), ())

@@ -105,17 +105,19 @@ def _other_tokenizer(weights: ForeignDraft, tokens: int = 5) -> Drafter:
 _FIRSTS = {
     "heads": _entry("the tokens of trained heads, as a tree", "heads", MedusaDrafter),
     "draft": _entry("a chain from a small model with the target's tokenizer", "draft", DraftModelDrafter),
-    "draft-tree": _entry("a tree from such a small model, grown at its likeliest tokens", "draft", DraftTreeDrafter),
+    "draft-tree": _entry("a tree from a small model, grown at its likeliest tokens", "draft", DraftTreeDrafter),
     "dspark": _entry("a chain or tree in one pass, from the target's own states", "dspark draft", DSparkDrafter),
     "eagle3": _entry("a chain or tree that continues from the target's own states", "eagle3 draft", Eagle3Drafter),
-    "eagle3-tree": _entry("a tree from such a draft, grown at its likeliest tokens", "eagle3 draft", Eagle3TreeDrafter),
+    "eagle3-tree": _entry(
+        "a tree from an EAGLE-3 draft, grown at its likeliest tokens", "eagle3 draft", Eagle3TreeDrafter
+    ),
 }
 REGISTRY: Mapping[str, Entry] = {
     **_FIRSTS,
     "lookup": _entry("tokens that followed an earlier occurrence of the last few tokens", None, PromptLookupDrafter),
     "hybrid": _hybrid(),
     "lookahead": _entry("n-grams that the target guesses in idle positions of its own passes", None, LookaheadDrafter),
-    "cascade": _entry("a chain from a draft that itself uses a smaller one, small=PATH", "draft", CascadeDrafter),
+    "cascade": _entry("a chain from a draft that itself uses a smaller draft, small=PATH", "draft", CascadeDrafter),
     "other-tokenizer": _entry("a small model with another tokenizer", "draft and tokenizer", _other_tokenizer),
 }
 
@@ -222,6 +224,9 @@ class DrafterLoader:
         if weights == "draft":
             return load_draft(path, self._target, self._tokenizer, self._trusted)
         if self._tokenizer is None:
-            raise UserError(f"the target's tokenizer is unknown, and {path} has another one: pass it as tokenizer")
+            raise UserError(
+                f"the target's tokenizer is unknown, and {path} has another tokenizer: "
+                "pass the target's tokenizer as tokenizer"
+            )
         draft = load_draft(path, self._target, None, self._trusted, other_tokenizer=True)
         return ForeignDraft(draft, load_tokenizer(path, self._trusted), self._tokenizer)

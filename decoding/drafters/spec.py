@@ -21,7 +21,7 @@ class DraftPath(str):
 
 
 class Option(NamedTuple):
-    """An option of a drafter, named after the parameter of its class. ``wanted`` describes the allowed values."""
+    """An option of a drafter, named after a parameter of the drafter's class. ``wanted`` describes allowed values."""
 
     default: Any
     wanted: str
@@ -30,7 +30,7 @@ class Option(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """Default value as written in a spec; empty without a default."""
+        """Default value as written in a spec; the text is empty if there is no default."""
         return "" if self.default is None or self.required else _written(self.default)
 
     @property
@@ -57,7 +57,7 @@ class DrafterSpec:
         return self.name + (":" if items else "") + ",".join(items)
 
     def renamed(self, name_of: Callable[[str], str]) -> str:
-        """Write the spec with every path replaced by its name."""
+        """Write the spec with every path replaced by the name that ``name_of`` returns for it."""
         named = {name: name_of(v) if isinstance(v, DraftPath) else v for name, v in self.options.items()}
         return replace(self, options=named).with_path(None if self.path is None else name_of(self.path))
 
@@ -72,8 +72,8 @@ class DrafterSpec:
 
 
 def all_paths(specs: Mapping[str, DrafterSpec]) -> dict[str, str]:
-    """Return the paths of all weights by the names of the specs; for a further draft the name of its option is
-    appended.
+    """Return the paths of all weights. The keys are the names of the specs; for a further draft, the name of its option
+    is appended.
     """
     return {f"{name} {option}".strip(): path for name, spec in specs.items() for option, path in spec.paths.items()}
 
@@ -111,7 +111,7 @@ def split_spec(text: str, names: Sequence[str]) -> tuple[str | None, str | None,
 
 
 def options_of(make: Callable[..., Any], skipped: int = 0) -> dict[str, Option]:
-    """Return the parameters of a class or function as options, except the first ``skipped`` ones."""
+    """Return the parameters of a class or function as options. The first ``skipped`` parameters are left out."""
     options = {}
     for parameter in list(signature(make).parameters.values())[skipped:]:
         annotation = parameter.annotation
@@ -130,7 +130,7 @@ def read_options(given: Mapping[str, Any], known: Mapping[str, Option], of: str)
     values = {}
     for name, value in given.items():
         if name not in known:
-            choice = f"choose among {', '.join(known)}" if known else "it has none"
+            choice = f"choose among {', '.join(known)}" if known else "it has no options"
             raise UserError(f"{of} does not take {name!r}: {choice}")
         try:
             values[name] = value if isinstance(value, CausalLM) else known[name].read(_written(value))
@@ -169,7 +169,7 @@ def _path(text: str) -> DraftPath:
 
 
 def _paths(text: str) -> tuple[tuple[int, ...], ...]:
-    if text.isdecimal() and int(text):  # "tree=16" means a size, not the one token of rank 16.
+    if text.isdecimal() and int(text):  # "tree=16" is probably meant as a size, not as the one token of rank 16
         raise ValueError
     return tuple(tuple(int(rank) for rank in path.split(".")) for path in text.split("/"))
 

@@ -1,1 +1,1 @@
-"""Folders, weights and configs: models by name, here or on the Hub, and the checked contents of their files."""
+"""Models by name, on this machine or on the Hub, and the checked contents of their files: weights and configs."""

@@ -1,7 +1,7 @@
 """Fingerprints: short hashes that are equal for equal models, heads, tokenizers or sets of prompts.
 
-`stored_fingerprint` is the digest of files on disk or on the Hub. It depends neither on the dtype in which a model is
-loaded nor on how its weights are split into files. `fingerprint` is the digest of a module in memory.
+`stored_fingerprint` is the digest of files on disk or on the Hub. This digest depends neither on the dtype in which a
+model is loaded nor on how its weights are split into files. `fingerprint` is the digest of a module in memory.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ _DIGITS = 16
 _LARGE = 10**9
 """Bytes of a folder whose fingerprint is kept on disk."""
 _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "auto_map", "use_cache")
-"""Config keys that record a model's origin or how it runs; they do not change its outputs."""
+"""Config keys that record a model's origin or how the model runs. These keys do not change the model's outputs."""
 _ADAPTERS_SAY_NOTHING = ("base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping")
 _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -113,7 +113,7 @@ def _described(folder: Path, trust_remote_code: bool) -> Any:
     config = json.loads((folder / CONFIG_NAME).read_text())
     if (
         "model_type" in config or trust_remote_code
-    ):  # drafts in speculators' layout have their model type further inside
+    ):  # in speculators' layout, a draft's model type is in a nested object
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code).to_dict()
     behaviour = _behaviour(config)
     if OUTPUT_TOKENS_KEY in config and (listed := folder / OUTPUT_TOKENS_NAME).is_file():
@@ -144,7 +144,7 @@ def files_of_tensors(folder: Path) -> dict[str, Path]:
     adapters = folder / _ADAPTER_WEIGHTS
     files = [adapters] if adapters.is_file() else weight_files(folder, remedy)
     if not files:
-        raise UserError(f"{folder} lacks .safetensors files: convert its weights (pickled ones are not loaded)")
+        raise UserError(f"{folder} lacks .safetensors files: convert its weights (pickled weights are not loaded)")
     return {name: path for path in files for name in read_header(path, remedy)}
 
 

@@ -1,7 +1,8 @@
 """What a local folder contains, read from its JSON files and headers before a model is built from it.
 
 transformers builds all layers before it reads weights and compares sizes; it neither limits the number of layers nor
-notices missing ones. peft allocates LoRA matrices of any rank. This module compares these numbers with the headers.
+notices missing layers. peft allocates LoRA matrices of any rank. This module compares the number of layers and the rank
+with the headers of the weight files.
 """
 
 import json
@@ -30,7 +31,7 @@ UNREADABLE = (
 )
 """Errors that transformers and its libraries raise when they cannot build a model or a config."""
 OUTPUT_TOKENS_KEY = "headstart_output_tokens"
-"""Key in a draft's config.json. Its value names the file, in the same folder, with the tokens of the trimmed
+"""Key in a draft's config.json. The value names the file, in the same folder, with the tokens of the trimmed
 lm_head."""
 OUTPUT_TOKENS_NAME = "output_tokens.json"
 HEADS_FORMAT = "headstart-medusa"
@@ -42,7 +43,7 @@ _ALL_LAYERS_RUN = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"),
     *("gpt2", "gpt_neox", "opt", "falcon", "olmo2", "granite"),
 )
-"""Model types that store exactly as many layers as their config says, and none for multi-token prediction."""
+"""Model types that store exactly as many layers as their config says, and no layers for multi-token prediction."""
 
 
 def check_model_folder(folder: Path) -> None:
@@ -102,13 +103,13 @@ def _base_of(folder: Path) -> str | None:
     name = read_object(path, _REMEDY).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise UserError(
-            f"{path} has {reprlib.repr(name)} as base_model_name_or_path: use the folder or Hub id of its model"
+            f"{path} has {reprlib.repr(name)} as base_model_name_or_path: use the folder or Hub id of the base model"
         )
     return name
 
 
 def _check_ranks(folder: Path) -> None:
-    """Raise UserError for a LoRA rank above every stored size."""
+    """Raise UserError for a LoRA rank that is larger than every dimension of every stored tensor."""
     path, weights = folder / _ADAPTER_CONFIG, folder / "adapter_model.safetensors"
     if not weights.is_file():
         return
@@ -120,7 +121,10 @@ def _check_ranks(folder: Path) -> None:
 
 
 def _check_layers(path: Path, config: Mapping[str, Any], header: Mapping[str, StoredTensor]) -> None:
-    """Compare the number of layers with the tensors' names, or with their largest size if the class is unknown."""
+    """Raise UserError if the config's number of layers does not fit the layer numbers in the tensors' names.
+
+    If the model's class is unknown, the number of layers must not exceed the largest dimension of the tensors.
+    """
     kind = config.get("model_type")
     # A user's own class may number its modules freely, and run one module in several layers.
     numbered = [int(part) for name in header if kind in CONFIG_MAPPING_NAMES and (part := _layer_of(name)) is not None]
@@ -136,7 +140,7 @@ def _check_layers(path: Path, config: Mapping[str, Any], header: Mapping[str, St
 def _layer_of(name: str) -> str | None:
     """Return the first number in a tensor's name.
 
-    In the families of transformers it is the layer (model.layers.3., h.3.).
+    In the families of transformers this number is the layer (model.layers.3., h.3.).
     """
     return next((part for part in name.split(".") if part.isascii() and part.isdigit() and len(part) < 10), None)
 
@@ -153,13 +157,13 @@ def is_untrusted(error: BaseException) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Return the line of an error that states the reason: the first, or the last if transformers checked a config."""
+    """Return the line of an error that states the reason: the first line, or, for a rejected config, the last line."""
     if "ignore_mismatched_sizes" in str(error):  # an option that users cannot set here
         return "the sizes in config.json differ from the weights"
     if is_untrusted(error):
         return (
-            "it contains its own code: read the code, then add --trust-remote-code, or trust_remote_code=true in a "
-            "recipe"
+            "the folder contains its own code: read the code, then add --trust-remote-code, or trust_remote_code=true "
+            "in a recipe"
         )
     if not isinstance(error, StrictDataclassError):
         return first_line(error)
@@ -190,7 +194,9 @@ def read_output_tokens(model: PreTrainedModel, name: str) -> tuple[int, ...] | N
     if file_name is None:
         return None
     if file_name != OUTPUT_TOKENS_NAME:
-        raise UserError(f"config.json of {name} names the tokens' file {file_name!r}: name it {OUTPUT_TOKENS_NAME}")
+        raise UserError(
+            f"config.json of {name} names {file_name!r} as the file of tokens: rename the file to {OUTPUT_TOKENS_NAME}"
+        )
     try:
         tokens = json.loads((local_folder(name, weights=False) / file_name).read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -202,9 +208,9 @@ def read_output_tokens(model: PreTrainedModel, name: str) -> tuple[int, ...] | N
 
 
 def check_trimmed(tokens: Sequence[int], vocab_size: int) -> None:
-    """Raise UserError unless there are tokens, each once and known to the draft."""
+    """Raise UserError if there are no tokens, if a token occurs twice, or if the draft does not know a token."""
     if not tokens:
         raise UserError("the trimmed vocabulary is empty: use at least one token")
     check_once("token", tokens)
     if outside := [token for token in tokens if not 0 <= token < vocab_size]:
-        raise UserError(f"token {outside[0]} is unknown to the draft, which has 0 to {vocab_size - 1}: omit it")
+        raise UserError(f"token {outside[0]} is unknown to the draft, which has tokens 0 to {vocab_size - 1}: omit it")

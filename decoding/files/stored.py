@@ -31,7 +31,7 @@ SHARD_BYTES = 5 * 10**9
 FLOATS = ("BF16", "F16", "F32", "F64")
 """Dtypes that heads may have, by their safetensors names."""
 _MOST_BYTES = 256 << 20  # largest size of a JSON file, in bytes; the largest models' index has a few MiB
-_PIECE = 1 << 18  # values tested for NaN at a time: a test of a whole tensor takes twice the tensor's memory
+_PIECE = 1 << 18  # number of values tested for NaN at a time: a test of a whole tensor takes twice its memory
 
 
 class StoredTensor(NamedTuple):
@@ -42,7 +42,7 @@ class StoredTensor(NamedTuple):
 
 
 def cache_root() -> Path:
-    """Return the folder of everything that can be rebuilt: HEADSTART_CACHE, by default in the user's cache."""
+    """Return the folder for everything that can be rebuilt: HEADSTART_CACHE, or a folder in the user's cache."""
     if named := os.environ.get("HEADSTART_CACHE"):
         return Path(named)
     import platformdirs  # the GPU suite may run without this package
@@ -51,7 +51,7 @@ def cache_root() -> Path:
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Read a JSON object from a file; raise UserError with ``remedy`` if there is none."""
+    """Read a JSON object from a file; raise UserError with ``remedy`` if the file does not contain one."""
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise UserError(f"it has {path.stat().st_size} bytes")
@@ -72,7 +72,7 @@ def read_config_of(kind: type[Config], path: Path, format: str, remedy: str) -> 
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
     try:
         if stored.pop("format", None) != format:
-            raise UserError(f"no format: {format!r}")
+            raise UserError(f"its format is not {format!r}")
         for key in (*known, *stored):
             if key not in stored or key not in known:
                 raise UserError(f"{key} is {'missing' if key in known else 'unknown'}")
@@ -99,8 +99,8 @@ def check_tensors(
 ) -> None:
     """Raise UserError unless the header of weights has exactly these names and shapes, in one floating dtype.
 
-    ``path``: the file or folder of the header, for messages. ``expected`` is read only up to the first missing name,
-    because a wrong config may imply very many names.
+    ``path``: the file or folder of the header, as messages name it. ``expected`` is read only up to the first missing
+    name, because a wrong config may imply very many names.
     """
     if not header:
         raise UserError(f"{path} does not contain tensors: {remedy}")
@@ -110,7 +110,8 @@ def check_tensors(
             raise UserError(f"{path} does not fit its config: {name} is missing; {remedy}")
         if header[name].shape != shape:
             raise UserError(
-                f"{path} does not fit its config: size mismatch, {name} is {header[name].shape}, not {shape}; {remedy}"
+                f"{path} does not fit its config: size mismatch, {name} has the shape {header[name].shape}, "
+                f"not {shape}; {remedy}"
             )
         known.add(name)
     if unknown := sorted(header.keys() - known):
@@ -126,8 +127,8 @@ def check_tensors(
 def write_weights(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> None:
     """Write ``model.safetensors``, or shards with an index if the tensors take more than ``shard_bytes``.
 
-    Earlier weights in the folder are replaced. Contiguous tensors on the CPU are written without a copy; others are
-    copied to the CPU first.
+    Earlier weights in the folder are replaced. Contiguous tensors on the CPU are written without a copy; other tensors
+    are copied to the CPU first.
     """
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # get_storage_id is not used, because tensors that share a storage (`StackedHeads`) are still separate tensors.
@@ -152,7 +153,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def named_files(folder: Path, remedy: str) -> list[Path]:
-    """Return the weight file, or all shards in the index, even missing ones; empty if the folder has neither.
+    """Return the weight file, or all shards in the index, even missing shards. Without both, the list is empty.
 
     Raises UserError with ``remedy`` for a shard outside the folder.
     """
@@ -179,7 +180,7 @@ def _is_shard(name: object) -> bool:
 
 
 def weight_files(folder: Path, remedy: str) -> list[Path]:
-    """Return the weight file, or the shards in the index; empty if the folder has neither.
+    """Return the weight file, or the shards in the index. Without both, the list is empty.
 
     Raises UserError with ``remedy`` unless each shard exists inside the folder.
     """
@@ -191,12 +192,18 @@ def weight_files(folder: Path, remedy: str) -> list[Path]:
 
 
 def weights_header(folder: Path, remedy: str) -> dict[str, StoredTensor]:
-    """Return names, dtypes and shapes of all tensors; empty without weights. Raises the errors of `weight_files`."""
+    """Return names, dtypes and shapes of all tensors; without weights the mapping is empty.
+
+    Raises the errors of `weight_files`.
+    """
     return {name: tensor for path in weight_files(folder, remedy) for name, tensor in read_header(path, remedy).items()}
 
 
 def stored_weights(folder: Path, remedy: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and value of every tensor, one in memory at a time. Raises the errors of `weight_files`."""
+    """Yield the name and value of every tensor, with one tensor in memory at a time.
+
+    Raises the errors of `weight_files`.
+    """
     for path in weight_files(folder, remedy):
         with safe_open(path, framework="pt", backend="pread") as file:  # a private copy, because the file may change
             for name in file.keys():  # noqa: SIM118  # not a mapping
@@ -208,7 +215,7 @@ def read_weights(folder: Path, remedy: str) -> dict[str, Tensor]:
     return dict(stored_weights(folder, remedy))
 
 
-# --- NaN and infinity: a single one makes all outputs of a draft or of heads useless ----------------------------------
+# --- NaN and infinity: a single such value makes all outputs of a draft or of heads useless ---------------------------
 
 
 def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -241,7 +248,8 @@ def check_copies(folder: Path, of_target: Mapping[str, Tensor], remedy: str) -> 
         own = of_target[name].detach()
         if tensor.shape != own.shape or not torch.allclose(tensor.to(own), own, rtol=2**-7, atol=1e-6):
             raise UserError(
-                f"{folder} contains an {name} other than the target's: use a draft that uses the target's weights"
+                f"{folder} contains an {name} that differs from this tensor in the target: "
+                "use a draft that uses the target's weights"
             )
 
 

@@ -1,1 +1,1 @@
-"""From prompts and methods to figures: the evaluation, other software as peers, and reports."""
+"""Measurement of methods on prompts: the evaluation, other software as peers, and reports of the figures."""

@@ -1,4 +1,4 @@
-"""Comparison of two evaluations, or of two methods in one, by paired runs on the same prompts."""
+"""Comparison of two evaluations, or of two methods in one evaluation, by paired runs on the same prompts."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from decoding.measure.summary import tokens_and_seconds
 from decoding.metrics import FEWEST, Estimate, expanded_quantile, ratio_of_rates
 
 _SMALL = 0.05
-"""We report that no difference was seen only if the interval contains no difference larger than this."""
+"""We report that no difference was seen only if the interval contains no difference larger than this share."""
 _WORTH = 0.02
 """Smallest difference for which we suggest more prompts."""
 _POWER80 = 1.959964 + 0.841621
@@ -39,7 +39,7 @@ class RecordedEvaluation:
         return origin
 
     def methods(self) -> list[tuple[str, str]]:
-        """Return (setting, name) of each method that has records, in the order requested."""
+        """Return (setting, name) of each method that has records, in the order in which the methods were requested."""
         measured = {(key.setting, key.method) for key in self.records.by_key}
         given = [(method["setting"], method["name"]) for method in self.provenances[0]["methods"]]
         return [method for method in given if method in measured]
@@ -50,7 +50,7 @@ def read_evaluation(folder: Path) -> RecordedEvaluation:
     lines: list[dict[str, Any]] = []
     for file in record_files(folder):
         if records := read_lines(file):
-            provenance_of(records, file)  # raises for a file from elsewhere
+            provenance_of(records, file)  # raises UserError for a file that no evaluation wrote
             lines += records
     if not lines:
         raise UserError(f"{folder} contains no runs-*.jsonl: use the --output folder of `headstart evaluate`")
@@ -70,8 +70,8 @@ class RatioConclusion:
 class ComparedRow:
     """A method of B compared with a method of A, in one setting and cell: ratios B/A over ``pairs`` of texts.
 
-    ``dropped``: later turns that are left out because their prompts differ. ``speed`` is None if times cannot be
-    compared.
+    ``dropped``: number of later turns that are left out because their prompts differ. ``speed`` is None if times cannot
+    be compared.
     """
 
     setting: str
@@ -128,8 +128,8 @@ def compare(
 ) -> Comparison:
     """Compare every common setting, cell and method.
 
-    ``method`` is a method of A, ``other`` one of B. Raises UserError if the targets or prompts differ, or if a method
-    is missing from its evaluation.
+    ``method`` is a method of A, and ``other`` is a method of B. Raises UserError if the targets or prompts differ, or
+    if a method is missing from its evaluation.
     """
     timed, warnings = _check_alike(a, b)
     load = load_of(Report(served="concurrency" in a.origin))
@@ -159,7 +159,7 @@ def compare(
 
 
 def _check_alike(a: RecordedEvaluation, b: RecordedEvaluation) -> tuple[bool, list[str]]:
-    """Return True if times are comparable, and the warnings; raise UserError if targets or tokenizers differ."""
+    """Return (True if times are comparable, the warnings); raise UserError if targets or tokenizers differ."""
     for name in ("target", "tokenizer"):
         if a.origin.get(name) != b.origin.get(name):
             raise UserError(

@@ -15,7 +15,7 @@ NONE = "–"
 Axis = Literal["batch_size", "context"]
 OTHER: dict[Axis, Axis] = {"batch_size": "context", "context": "batch_size"}
 NEAR = {"bfloat16": 0.5, "float16": 0.1, "float32": 0.01}
-"""Largest gap between two logits that rounding can reverse, by dtype; valid for logits of a few tens."""
+"""Largest gap between two logits that rounding can reverse, by dtype; valid for logits of up to a few tens."""
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def shares(figures: Sequence[Figure], most: int | None = None) -> str:
 def speedup(totals: Figure | None, pairs: Quartiles | None) -> str:
     """Format a speed-up: ``2.12× [1.95, 2.30]; median 2.52× [2.36, 2.57]``.
 
-    The first figure is the ratio of total tokens/s, the second the median ratio of paired runs.
+    The first figure is the ratio of total tokens/s, and the second is the median ratio of paired runs.
     """
     total, median = estimate(totals, "×"), spread(pairs, "×")
     parts = [part for part in (total, f"median {median}" if median != NONE else NONE) if part != NONE]
@@ -124,8 +124,9 @@ def at(row: ReportRow, axis: Axis) -> int | None:
 
 
 def below_from(points: Sequence[tuple[int, float]]) -> int | None:
-    """Return the first position from which all speed-ups are below 1; None if the last one is not, or for a single
-    point.
+    """Return the first position from which on all speed-ups are below 1.
+
+    Returns None if the last speed-up is not below 1, or if there is only one point.
     """
     first = None
     for position, speed in reversed(points):
@@ -139,12 +140,15 @@ def below_from(points: Sequence[tuple[int, float]]) -> int | None:
 
 
 def answers(report: Report) -> list[str]:
-    """Return a sentence per setting: the fastest method, and the load or context from which it is no longer faster."""
+    """Return a sentence for each setting.
+
+    It names the fastest method, and the load or context from which on this method is slower than plain decoding.
+    """
     return [_answer(report, setting) for setting in settings(report)]
 
 
 def load_of(report: Report) -> str:
-    """Return the word for the batch-size axis; for a server it is the number of concurrent requests."""
+    """Return the word for the batch-size axis, on which a server's report has the number of concurrent requests."""
     return "concurrency" if report.served else "batch"
 
 
@@ -152,7 +156,7 @@ def _answer(report: Report, setting: str) -> str:
     timed = [row for row in named(report.rows, setting) if speed_of(row) is not None and row.method != PLAIN]
     if not timed:
         alone = "The speed-up is unknown" if report.served else "Only plain decoding was timed"
-        return one_line(f"{alone}, {setting}.")
+        return one_line(f"{alone} ({setting}).")
     best = max(timed, key=lambda row: speed_of(row) or 0.0)
     figure = best.speedup_of_totals or Figure(speed_of(best))
     said = f"{estimate(figure, '×')} plain decoding, {setting}, {load_of(report)} {best.batch_size or 1}"

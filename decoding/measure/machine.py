@@ -50,7 +50,7 @@ def versions() -> dict[str, str]:
 def commit() -> str:
     """Return the commit of this code, with ``-dirty`` if files were changed; ``unknown`` outside its own checkout.
 
-    The package may be inside another repository, as in a ``.venv``, and git's variables may name yet another one.
+    The package may be inside another repository, as in a ``.venv``, and git's variables may name a third repository.
     """
     root = Path(__file__).resolve().parents[2]
     project = root / "pyproject.toml"

@@ -1,4 +1,4 @@
-"""Escaping of text from elsewhere: removes control characters, and anything that Markdown reads as markup."""
+"""Escaping of text from other sources: control characters are removed, and Markdown's markup is escaped."""
 
 import re
 from typing import Any
@@ -14,7 +14,7 @@ _CONTROLS = re.compile(
 
 
 def one_line(value: Any) -> str:
-    """Return the text on one line, `visible`."""
+    """Return the text on one line, without the characters that `visible` removes."""
     return " ".join(visible(word) for word in str(value).split())
 
 
@@ -30,7 +30,7 @@ def text(value: Any) -> str:
 
 
 def code(value: Any) -> str:
-    """Write a code span; do not use it in tables, because a bar would end the cell."""
+    """Write a code span. Do not use code spans in tables, because a bar in the code would end the cell."""
     line = one_line(value)
     fence = "`" * (_longest_run(line) + 1)
     pad = " " if line.startswith("`") or line.endswith("`") else ""

@@ -1,7 +1,7 @@
-"""Evaluation: decodes prompts by several methods, records the runs, and computes figures relative to plain decoding.
+"""Evaluation: methods decode prompts, the runs are recorded, and figures are computed relative to plain decoding.
 
-In each round every method decodes the same wave of prompts in one process; each round begins with another method. If
-the machine slows down, it slows down all methods alike. Speed-ups are ratios of paired runs. The `generate` of
+In each round every method decodes the same wave of prompts in one process; each round begins with a different method.
+If the machine slows down, it slows down all methods alike. Speed-ups are ratios of paired runs. The `generate` of
 `transformers` is one of the methods. Records are written immediately (`decoding.measure.records`); figures are computed
 only from the records (`decoding.measure.summary`).
 """
@@ -51,7 +51,7 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Measurement:
-    """An evaluation in progress: its prompts and methods, and the records to which it adds.
+    """An evaluation in progress: its prompts and methods, and the records to which it adds runs.
 
     Process ``rank`` of ``world`` takes every ``world``-th wave. ``on_run`` is called after each run.
     """
@@ -72,8 +72,8 @@ class Measurement:
     def run(self) -> None:
         """Decode all units of this process that lack a record; process 0 also measures the cost curve.
 
-        The passes of the curve are measured after half the tokens of the first cell's texts, because the curve predicts
-        only the rows of this cell.
+        The passes of the curve are measured after as many tokens as the first cell's texts have on average when half of
+        the new tokens are written, because the curve predicts only the rows of this cell.
         """
         warm: GridCell | None = None
         for unit in self._missing():
@@ -117,7 +117,7 @@ class Measurement:
         return len(left_out) == sum(self.source.turns(index) > unit.turn for index in unit.wave.questions)
 
     def _keys(self, unit: Unit) -> list[tuple[RunKey, Method]]:
-        """Return the unit's runs in the order of decoding; each round begins with another method."""
+        """Return the unit's runs in the order of decoding; each round begins with a different method."""
         methods = self.methods_of(unit.cell, unit.setting)
         runs = []
         for turn in range(self.config.rounds):
@@ -134,7 +134,7 @@ class Measurement:
         prompts = self._prompts(unit)
         if not prompts:
             return
-        indices = sorted(prompts, key=lambda index: -len(prompts[index]))  # least padding in transformers
+        indices = sorted(prompts, key=lambda index: -len(prompts[index]))  # for the least padding in transformers
         ordered = [prompts[index] for index in indices]
         ids = [self.source.ids[index] for index in indices]
         for key, method in self._keys(unit):
@@ -156,7 +156,7 @@ class Measurement:
     def _run(
         self, method: Method, prompts: Sequence[Sequence[int]], seeds: Sequence[int], batch_size: int
     ) -> list[Run]:
-        assert method.decode is not None, "a server decodes"
+        assert method.decode is not None, "a server decodes for this method"
         if batch_size > 1:
             return method.decode(prompts, seeds, batch_size)
         return [method.decode([prompt], [seed], 1)[0] for prompt, seed in zip(prompts, seeds, strict=True)]
@@ -203,17 +203,17 @@ class Measurement:
         return all(limit is None or len(prompt) + self.config.max_new_tokens <= limit for limit in limits)
 
     def _warm_up(self, cell: GridCell) -> None:
-        """Decode the first turns that need the most memory, by every method."""
+        """Decode by every method those first turns that need the most memory."""
         longest = sorted(self._first_turns(cell), key=len, reverse=True)[: cell.batch_size]
         for method in self.methods_of(cell):
             self._run(method, longest, [self.config.seed] * len(longest), cell.batch_size)
 
     def _first_turns(self, cell: GridCell) -> list[tuple[int, ...]]:
-        """Return the first turns of this process's share."""
+        """Return the prompts of the first turns in this process's share of the waves."""
         return [self.source.prompt(index, cell.context) for wave in self._waves(cell) for index in wave.questions]
 
     def _parted(self, unit: Unit) -> Iterator[RunKey]:
-        """Yield the greedy runs without margins in which a text differs from the text of plain decoding."""
+        """Yield the greedy runs that lack margins although a text differs from the text of plain decoding."""
         for key, method in self._keys(unit):
             if method.temperature == 0 and key in self.records.by_key and key not in self.records.margins:
                 mine, plain = (self.records.by_key.get(run_key) for run_key in (key, key._replace(method=PLAIN)))
@@ -266,9 +266,9 @@ def count_steps(
     seeds: Sequence[int] | None = None,
     on_text: Callable[[], None] = lambda: None,
 ) -> list[list[StepCount]]:
-    """Decode the prompts in the decoding loop; return the counts of each text's steps without its prefill.
+    """Decode the prompts in the decoding loop; for each text, return the counts of every step except the prefill.
 
-    Prompt i uses ``seeds[i]``, by default ``config.seed + i``. ``on_text`` is called when a text begins.
+    Prompt i uses the seed ``seeds[i]``, by default ``config.seed + i``. ``on_text`` is called when a text begins.
     """
     texts: list[list[StepCount]] = [[] for _ in prompts]
     for index, step in Engine(target, drafter).steps(prompts, config, batch_size=batch_size, seeds=seeds):

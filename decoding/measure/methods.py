@@ -32,7 +32,7 @@ Drafts = Literal["sampled", "greedy", "deterministic"]
 
 
 class Run(NamedTuple):
-    """One decoded text: ``first_seconds`` to its first tokens, then ``decode_tokens`` in ``decode_seconds``.
+    """One decoded text: its first tokens took ``first_seconds``, and ``decode_tokens`` more took ``decode_seconds``.
 
     A draft's pass over the prompt counts as decoding, both in our loop and in assisted generation. In a batch the
     seconds of each pass are divided equally among its rows.
@@ -76,9 +76,9 @@ class Method:
     drafts: Drafts | None = None
     """How drafted tokens are chosen: drawn from a model, as the likeliest tokens of a model, or without a model."""
     max_positions: int | None = None
-    """Longest text that its drafter supports, in tokens; None if the drafter adds no limit."""
+    """Longest text that the method's drafter supports, in tokens; None if the drafter adds no limit."""
     policy: str | None = None
-    """Name of the policy that chooses how much to draft; None without a drafter of ours."""
+    """Name of the policy that chooses how much to draft; None if no drafter of this project is used."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Setting(NamedTuple):
 
 
 def settings_of(config: EvaluationConfig) -> list[Setting]:
-    """Return the settings in the order requested: greedy once, the others at each temperature."""
+    """Return the settings in the order requested: greedy once, and the other settings at each temperature."""
     settings: list[Setting] = []
     for name in config.settings:
         if name == "greedy":
@@ -236,8 +236,8 @@ def _peers(target: CausalLM, setting: str, drafters: dict[str, Drafter], decodin
     """
     peers = [transformers_method(target, setting, TRANSFORMERS, decoding)]
     for name, drafter in drafters.items():
-        # If a draft's vocabulary is padded to another size, transformers assumes another tokenizer, so there is no
-        # peer.
+        # There is no peer for a draft whose vocabulary is padded to another size: transformers assumes another
+        # tokenizer.
         same = isinstance(drafter, DraftModelDrafter) and drafter.draft.vocab_size == target.vocab_size
         if isinstance(drafter, DraftModelDrafter) and same and not getattr(target.model, "_is_stateful", False):
             depth = drafter.max_depth
@@ -279,9 +279,9 @@ def transformers_generate(
 ) -> list[Run]:
     """Decode left-padded prompts by `model.generate` with the same controls; each text is cut after its EOS.
 
-    With ``assistant``, assisted generation decodes a single prompt. ``num_assistant_tokens`` fixes the draft length,
-    as in our drafters. None keeps `transformers`' defaults: an adaptive length, and a confidence threshold that ends
-    drafts early.
+    With ``assistant``, assisted generation decodes a single prompt. ``num_assistant_tokens`` fixes the draft length, as
+    in our drafters. If it is None, `transformers`' defaults apply: an adaptive length, and a confidence threshold that
+    ends drafts early.
     """
     longest = max(len(prompt) for prompt in prompts)
     generation_config = _generation_config(config)
@@ -299,7 +299,7 @@ def transformers_generate(
         _bare_generation_configs(models, num_assistant_tokens),
         _first_pass(assistant) as passes,
     ):
-        torch.manual_seed(config.seed)  # of the global generators, which `generate` uses
+        torch.manual_seed(config.seed)  # seeds the global generators, which `generate` uses
         begin = time.perf_counter()
         output = generate(
             input_ids, attention_mask=attention_mask, generation_config=generation_config, streamer=clock, **options

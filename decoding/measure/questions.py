@@ -1,6 +1,6 @@
-"""Questions of an evaluation: reads them from benchmark files, makes prompts of them, and groups them into waves.
+"""Questions of an evaluation: they are read from benchmark files, encoded as prompts, and grouped into waves.
 
-Reads Spec-Bench (2401.07851), MT-Bench, SPEED-Bench (2604.09557), gsm8k, HumanEval, mbpp,
+This module reads Spec-Bench (2401.07851), MT-Bench, SPEED-Bench (2604.09557), gsm8k, HumanEval, mbpp,
 RedHatAI/speculator_benchmarks, any other .jsonl or .parquet file, and folders of such files.
 """
 
@@ -57,11 +57,11 @@ def read_questions(path: str | Path, field: str | None = None) -> list[Question]
     In a whole folder each file is a task, as in RedHatAI/speculator_benchmarks. SPEED-Bench's splits must be named
     one by one, for example FOLDER:qualitative.
 
-    ``field`` names the prompt's field; None takes the first of `decoding.fields.PROMPT_FIELDS` in the row. If the
-    prompt is a list of texts, each text is a turn. If it is a conversation, the messages before the first answer are
-    the first turn; in a conversation without answers, each user message is a turn, as in SPEED-Bench. A ``text`` in a
-    row without an answer is continued, not answered. A system message and a ``history`` come first, as in
-    `decoding.fields.prompt_of`.
+    ``field`` names the prompt's field; if it is None, the first of `decoding.fields.PROMPT_FIELDS` in the row is used.
+    If the prompt is a list of texts, each text is a turn. If the prompt is a conversation, the messages before the
+    first answer are the first turn; in a conversation without answers, each user message is a turn, as in SPEED-Bench.
+    A ``text`` in a row without an answer is continued, not answered. A system message and a ``history`` come first, as
+    in `decoding.fields.prompt_of`.
 
     The id is ``question_id``, ``id`` or ``task_id``; without these fields it is the line number. The task is the row's
     ``category``; in Spec-Bench's file the eight categories of MT-Bench are one task, ``mt_bench``.
@@ -98,7 +98,7 @@ def _files(name: str) -> list[Path]:
         named = [file for file in _rows_in(Path(folder)) if split in (file.stem, file.name)]
         if not named:
             held = ", ".join(file.stem for file in _rows_in(Path(folder))) or "no .jsonl or .parquet file"
-            raise UserError(f"{folder} contains {held}, but not {split!r}", f"name one as {folder}:NAME")
+            raise UserError(f"{folder} contains {held}, but not {split!r}", f"name one file as {folder}:NAME")
         return named[:1]
     if not Path(name).is_dir():
         return [Path(name)]
@@ -106,7 +106,9 @@ def _files(name: str) -> list[Path]:
     if not files:
         raise UserError(f"folder {name} contains no prompts", "put .jsonl or .parquet files into it")
     if splits := [file.stem for file in files if _SPEED_BENCH.fullmatch(file.stem)]:
-        raise UserError(f"{name} contains SPEED-Bench's {' and '.join(splits)}", f"name one, as {name}:{splits[0]}")
+        raise UserError(
+            f"{name} contains SPEED-Bench's {' and '.join(splits)}", f"name one split, as in {name}:{splits[0]}"
+        )
     return files
 
 
@@ -120,12 +122,12 @@ def _questions(path: str | Path, field: str | None) -> Iterator[Question]:
     for number, (line, row) in enumerate(read_rows(Path(path)), start=1):
         yield _question(number, row, field, f"{path}, line {line}")
     if not number:
-        raise UserError(f"{path} contains no prompts: use a .jsonl file with one per line")
+        raise UserError(f"{path} contains no prompts: use a .jsonl file with one prompt per line")
 
 
 def _with_tasks(questions: list[Question]) -> list[Question]:
-    """Name the task of each question: Spec-Bench has six tasks; if the categories of other files do not look like
-    tasks, there are none.
+    """Name the task of each question. Spec-Bench has six tasks. In other files, categories that do not look like tasks
+    are dropped.
     """
     names = {question.task for question in questions}
     if len(names) == 1 or len(names) > _MOST_TASKS or None in names:
@@ -147,7 +149,9 @@ def _question(number: int, row: dict[str, Any], field: str | None, where: str) -
     if not messages[begins:]:
         raise UserError(f"{where}: there is no question before the first answer: begin with the user's message")
     if any(_UNPREPARED in text for text in (*later, *(message["content"] for message in messages))):
-        raise UserError(f"{where}: SPEED-Bench's prompt is a placeholder", "run its prepare.py and use that output")
+        raise UserError(
+            f"{where}: SPEED-Bench's prompt is a placeholder", "run SPEED-Bench's prepare.py and use its output"
+        )
     named = next((row[key] for key in _ID_FIELDS if row.get(key) is not None), number)
     task = next((row[key] for key in _TASK_FIELDS if isinstance(row.get(key), str)), None)
     plain = field is None and name == "text" and find_answer(row) is None
@@ -156,7 +160,7 @@ def _question(number: int, row: dict[str, Any], field: str | None, where: str) -
 
 def evenly(questions: Sequence[Question], limit: int) -> list[Question]:
     """Return ``limit`` questions in the order of the file: the first questions of each task, about equally many from
-    each.
+    each task.
     """
     seen: Counter[str | None] = Counter()
     ranked = []
@@ -171,9 +175,9 @@ def evenly(questions: Sequence[Question], limit: int) -> list[Question]:
 
 @dataclass(frozen=True)
 class Asker:
-    """Source of the questions' prompts as token ids: a `PromptSource`.
+    """A `PromptSource` that encodes questions as token ids.
 
-    With ``all_turns`` False only first turns are used. ``filler`` contains all questions of the file. A prompt of a
+    If ``all_turns`` is False, only first turns are used. ``filler`` contains all questions of the file. A prompt of a
     given context length is filled with the texts of the questions before it in the file, and then with texts from the
     end of the file.
     """
@@ -199,8 +203,8 @@ class Asker:
 
     def prompt(self, index: int, context: int | None = None, answers: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
         """Return a turn's prompt in the chat template: the earlier turns with their answers, and the user's text of
-        this turn. With ``context``, text is put before the prompt until it is as long as possible without exceeding
-        this many tokens.
+        this turn. If ``context`` is set, text of other questions comes first, so that the prompt has as many tokens as
+        possible but not more than ``context``.
         """
         question = self.questions[index]
         messages = [*question.opening]
@@ -215,7 +219,7 @@ class Asker:
     def _filled(self, question: Question, messages: list[dict[str, Any]], context: int) -> tuple[int, ...]:
         """Return the prompt, filled up to at most ``context`` tokens by text before the user's first message.
 
-        If it is longer, a plain text is cut at its end, and a user message loses its beginning.
+        A prompt that is too long is shortened: a plain text loses its end, and a user message loses its beginning.
         """
         if question.plain and len(tokens := self._encode(messages, question)) >= context:
             return tokens[:context]
@@ -238,8 +242,8 @@ class Asker:
         )
 
     def _tail_ids(self, question: Question, text: str, context: int) -> list[int]:
-        """Return the text with earlier questions before it, at least ``context`` tokens or as many as the file
-        provides.
+        """Return the token ids of the text, with other questions before it: at least ``context`` ids, or as many as the
+        file provides.
         """
         filler = self.filler or self.questions
         at = next((index for index, other in enumerate(filler) if other.id == question.id), 0)

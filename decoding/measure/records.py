@@ -1,8 +1,8 @@
 """Records of an evaluation: one JSON line per wave and method, written immediately, so that a killed run can resume.
 
-Each process writes ``runs-RANK.jsonl`` in the output folder. The first line of a file is its provenance. Its
-``identity`` lists the settings that determine the records and is the same in all files of a folder. The other fields
-contain the versions, machine and commit.
+Each process writes ``runs-RANK.jsonl`` in the output folder. The first line of a file is its provenance. The field
+``identity`` of a provenance lists the settings that determine the records, and is the same in all files of a folder.
+The other fields contain the versions, machine and commit.
 """
 
 import json
@@ -25,7 +25,10 @@ _ABOUT = ("hardware", "versions", "commit", "processes")
 
 
 class GridCell(NamedTuple):
-    """A cell of the grid: the texts decoded at a time, and the prompt length in tokens (None: prompts as they are)."""
+    """A cell of the grid: the number of texts decoded together, and the prompt length in tokens.
+
+    A ``context`` of None means that prompts are used as they are.
+    """
 
     batch_size: int
     context: int | None
@@ -34,7 +37,7 @@ class GridCell(NamedTuple):
 class RunKey(NamedTuple):
     """The name of a record.
 
-    ``turn`` counts the turns of the conversation and ``round`` the repetitions, both from 0.
+    ``turn`` counts the turns of the conversation, and ``round`` counts the repetitions; both begin at 0.
     """
 
     cell: GridCell
@@ -49,7 +52,7 @@ class RunKey(NamedTuple):
 class Record:
     """The texts that one method wrote for one wave.
 
-    ``prompts`` are question ids; each has a fingerprint and a run.
+    ``prompts`` are question ids; each of them has a fingerprint and a run.
     """
 
     key: RunKey

@@ -12,16 +12,16 @@ from typing import Any
 
 WITHHELD = "(withheld)"
 
-# Starts of POSIX, home, dot and drive paths and file URLs, then of Windows paths. A single backslash does not start a
-# path, because it also occurs in regular expressions.
+# Starts of POSIX, home, dot and drive paths and file URLs, then of Windows paths.
+# A single backslash does not start a path, because it also occurs in regular expressions.
 _START = r"(?:(?:file://)?(?:~[\w.-]*|[A-Za-z]:|\.{1,2})?/|[A-Za-z]:\\|\\\\)"
 _WHOLE_PATH = re.compile(rf"{_START}[^\n]*")
-# A path inside a longer text has at least two parts and ends at a blank or a quote. The lookbehind excludes
-# ORG/NAME, URLs and closing tags.
+# A path inside a longer text has at least two parts and ends at a blank or a quote.
+# The lookbehind excludes ORG/NAME, URLs and closing tags.
 _PART = r"[^\s'\"`,;)\]}/\\]+"
 _PATH_WITHIN = re.compile(rf"(?<![\w:/\\.~<-]){_START}(?:{_PART}[/\\]+)+(?:{_PART})?")
-# Tokens by the prefixes of their issuers: Hugging Face, OpenAI, GitHub, GitLab, Slack, Amazon, Google, wandb; JSON web
-# tokens.
+# Access tokens, recognised by the prefixes of their issuers (Hugging Face, OpenAI, GitHub, GitLab, Slack, Amazon,
+# Google, wandb), and JSON web tokens.
 _TOKENS = (
     r"hf_\w{16,}",
     r"sk-[\w-]{16,}",

@@ -69,9 +69,11 @@ class Latency:
 
 @dataclass(frozen=True)
 class SameTexts:
-    """How many greedy texts equal those of plain decoding; ``margins`` lists, sorted, the `margin_of` each other text.
+    """Number of greedy texts that equal the texts of plain decoding (``identical``), and of all compared texts
+    (``of``).
 
-    ``largest_margin`` is None if texts differ only in where they end, or if logits are unknown.
+    ``margins`` contains, in sorted order, the result of `margin_of` for each text that differs. ``largest_margin`` is
+    None if texts differ only in where they end, or if logits are unknown.
     """
 
     identical: int
@@ -92,7 +94,7 @@ class TimeSplit:
 
 @dataclass(frozen=True)
 class ReportRow:
-    """The figures of one method in one setting and cell, or of one task in it."""
+    """The figures of one method in one setting and cell, or of one task in that cell."""
 
     setting: str
     method: str
@@ -108,7 +110,7 @@ class ReportRow:
     drafts: str | None = None
     policy: str | None = None
     prompts: int | None = None
-    # Speed. The speed-up "of totals" weighs each prompt by its tokens; ``speedup`` gives all paired runs equal weight.
+    # Speed. The speed-up "of totals" weighs prompts by their tokens; in ``speedup`` all paired runs have equal weight.
     tokens_per_second: Figure | None = None
     tokens_per_second_with_prefill: Figure | None = None
     speedup_of_totals: Figure | None = None

@@ -51,20 +51,23 @@ def _texts(
     for _, index, run in sorted(texts, key=lambda text: text[0]):
         pieces = pieces_of(run, tokenizer, measurement.config.eos_token_ids)
         written = "".join(text for text, _ in pieces)
-        if without_secrets(written) != written:  # a secret may span several pieces, so drop the whole text
+        if without_secrets(written) != written:  # a secret may span several pieces, so the whole text is dropped
             continue
         prompt = without_secrets(str(tokenizer.decode(list(source.prompt(index, cell.context)))))
         yield Sample(setting, method, source.tasks[index], prompt[-_PROMPT_CHARACTERS:], pieces)
 
 
 def pieces_of(run: Run, tokenizer: PreTrainedTokenizerBase, hidden: Sequence[int] = ()) -> tuple[tuple[str, bool], ...]:
-    """Return a run's text as (text, True if drafted) pieces, joined by origin and without the ``hidden`` tokens."""
+    """Return a run's text as pieces (text, True if it was drafted), without the ``hidden`` tokens.
+
+    Neighbouring tokens of the same origin form one piece.
+    """
     by_origin = groupby(stream_pieces(_steps(run), tokenizer, hidden=hidden), key=attrgetter("drafted"))
     return tuple(("".join(piece.text for piece in pieces), drafted) for drafted, pieces in by_origin)
 
 
 def _steps(run: Run) -> Iterator[Step]:
-    """Yield the steps of a run: the prefill's token, then each pass with its accepted tokens first."""
+    """Yield the steps of a run: first the prefill with its token, then each pass with its tokens."""
     yield Step(run.tokens[:1], 0, 0, 0, is_prefill=True)
     at = 1
     for count in run.counts:

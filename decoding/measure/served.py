@@ -20,7 +20,7 @@ from decoding.measure.summary import figures_of
 from decoding.metrics import ratio_of_sums, share
 
 SERVED = "served"
-"""Method name of the endpoint; the baseline endpoint, which does not speculate, is plain decoding."""
+"""Method name of the endpoint; the baseline endpoint, which does not speculate, counts as plain decoding."""
 _AT_ONCE = 0.01
 """An answer counts as not streamed if all its events arrive within this share of its time."""
 _WHOLE_LOAD = 0.9
@@ -28,7 +28,7 @@ _WHOLE_LOAD = 0.9
 
 
 class Timing(NamedTuple):
-    """Times of a streamed answer in seconds: the request, the last event, and each event that contains text.
+    """Times of a streamed answer, in seconds: of the request, of the last event, and of each event that contains text.
 
     ``tokens`` is None if the server does not count tokens. ``fingerprint`` is the fingerprint of the text.
     """
@@ -95,8 +95,9 @@ def _percentiles(seconds: Iterable[float]) -> Percentiles:
 def with_counters(row: ReportRow, counters: Sequence[Mapping[str, Any]]) -> ReportRow:
     """Add the acceptance figures of a cell from a server's counters, summed over rounds.
 
-    The figures have no intervals: counters do not say which passes belong to the same text, and passes of a text are
-    similar. If the counts by position do not add up to the accepted tokens, only ``counters_disagree`` is set.
+    The figures have no intervals: counters do not say which passes belong to the same text, and the passes of one text
+    are not independent. If the counts by position do not add up to the accepted tokens, only ``counters_disagree`` is
+    set.
     """
     drafts = sum(round(counter["drafts"] or 0) for counter in counters)
     if not drafts:
@@ -139,7 +140,7 @@ def served_figures(
 
 
 def _measurable(row: ReportRow, counted: bool) -> ReportRow:
-    """Drop the figures that need our own process and, if tokens were not counted, all rates."""
+    """Drop the figures that only our own process can measure, and all rates if tokens were not counted."""
     row = replace(
         row,
         tokens_per_second_with_prefill=None,

@@ -114,7 +114,7 @@ def _compared_to_plain(records: Records, mine: Sequence[Record]) -> SameTexts:
 
 
 def tokens_and_seconds(record: Record, with_prefill: bool = False) -> tuple[float, float]:
-    """Return the tokens of a record's texts and the seconds they took."""
+    """Return the number of tokens in a record's texts, and the seconds that these texts took."""
     tokens = sum(len(run.tokens) if with_prefill else run.decode_tokens for run in record.runs)
     seconds = sum(run.decode_seconds + (run.first_seconds if with_prefill else 0.0) for run in record.runs)
     return float(tokens), seconds
@@ -131,8 +131,8 @@ def _by_wave(records: Sequence[Record], with_prefill: bool = False) -> dict[int,
 
 
 def _of_totals(mine: Sequence[Record], other: Sequence[Record], with_prefill: bool = False) -> Figure | None:
-    """Return the ratio of total tokens per second, ``mine`` over the other method; prompts are weighted by their
-    tokens.
+    """Return the total tokens per second of ``mine`` divided by those of ``other``; prompts are weighted by their
+    numbers of tokens.
     """
     if not mine or not other:
         return None
@@ -141,7 +141,7 @@ def _of_totals(mine: Sequence[Record], other: Sequence[Record], with_prefill: bo
 
 
 def _of_pairs(mine: Sequence[Record], other: Sequence[Record], with_prefill: bool = False) -> Quartiles | None:
-    """Return the ratios of tokens per second of paired runs, ``mine`` over the other method; all have equal weight."""
+    """Return quartiles of the ratios ``mine`` / ``other`` of tokens per second in paired runs, all of equal weight."""
     if not mine or not other:
         return None
     pairs = {_repetition(record): tokens_and_seconds(record, with_prefill) for record in other}
@@ -198,7 +198,8 @@ def _predicted(runs: Sequence[Run], tokens: float, curve: Mapping[int, float], d
     passes.
     """
     plain_step = pass_over(curve, 1)
-    sizes = Counter(count.drafted + 1 for run in runs for count in run.counts)  # policies and lookups vary the sizes
+    # Policies and lookups change the size of the draft from step to step.
+    sizes = Counter(count.drafted + 1 for run in runs for count in run.counts)
     passes = max(1, sizes.total())
     verify = sum(pass_over(curve, size) * times for size, times in sizes.items()) / passes
     return predicted_speedup(tokens, draft / passes / plain_step, verify / plain_step, overhead / passes / plain_step)

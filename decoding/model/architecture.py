@@ -10,7 +10,7 @@ from decoding.errors import UserError
 
 STATIC_MODES = ("auto", "eager", "graphs")
 STATIC_CHOICES = ("auto", "off", "eager", "graphs")
-"""Ways to run steps, by the names that users write; `STATIC_MODES` are those with fixed shapes."""
+"""Ways to run steps, by the names that users write. In each of `STATIC_MODES`, steps have fixed shapes."""
 
 
 def layer_types(text_config: PreTrainedConfig) -> tuple[str, ...]:
@@ -58,11 +58,11 @@ def _rope_parameters(text_config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 
 def why_not_static(model: PreTrainedModel) -> str | None:
-    """Return the reason why a model's steps cannot have fixed shapes, with a remedy; None if they can.
+    """Return the reason why a model's steps cannot have fixed shapes, with a remedy; None if they can have them.
 
     Some rotary embeddings choose their frequencies by the longest position of a step. The host must read this position
-    from the device, which a CUDA graph cannot record (`dynamic_rope_update` in transformers; its latest longrope avoids
-    it). Also, a graph covers only one device.
+    from the device, which a CUDA graph cannot record (`dynamic_rope_update` in transformers, whose latest version
+    avoids this for longrope). Also, a graph covers only one device.
     """
     if reason := why_no_trees(model):
         return f"{reason}, so its steps cannot have fixed shapes: leave static out"
@@ -75,8 +75,8 @@ def why_not_static(model: PreTrainedModel) -> str | None:
         )
     if is_spread(model):
         return (
-            f"the model is spread over {len(devices_of(model))} devices, but steps of fixed shapes run on one: leave "
-            "static out, or use a GPU large enough for the whole model"
+            f"the model is spread over {len(devices_of(model))} devices, but steps of fixed shapes run on one device: "
+            "leave static out, or use a GPU large enough for the whole model"
         )
     return None
 
@@ -90,10 +90,10 @@ def check_static(static: str, device: torch.device) -> None:
 
 
 def static_of(choice: str, model: PreTrainedModel) -> str | None:
-    """Return the ``static`` of `CausalLM` for a choice; ``auto`` needs a CUDA device and a model that allows graphs.
+    """Translate the user's ``choice`` into the value of `CausalLM`'s argument ``static``.
 
-    Raises UserError for a choice that `check_static` rejects. `CausalLM` itself rejects a model that cannot run in this
-    way.
+    ``auto`` means graphs only on a CUDA device and for a model that allows them. Raises UserError for a choice that
+    `check_static` rejects. `CausalLM` itself rejects a model that cannot run in this way.
     """
     check_static(choice, model.device)
     if choice == "auto":
@@ -102,7 +102,7 @@ def static_of(choice: str, model: PreTrainedModel) -> str | None:
 
 
 def devices_of(model: PreTrainedModel) -> frozenset[str]:
-    """Return the devices (GPUs, ``cpu``, ``disk``) where accelerate put a model; empty if accelerate did not."""
+    """Return the devices (GPUs, ``cpu``, ``disk``) on which accelerate placed a model; empty if it placed none."""
     placed: Any = getattr(model, "hf_device_map", None) or {}
     return frozenset(str(device) for device in placed.values())
 
@@ -123,7 +123,7 @@ def key_devices(model: PreTrainedModel) -> tuple[torch.device, ...] | None:
 
 
 class Abilities(NamedTuple):
-    """Abilities of a causal LM: each field is None if the model has the ability, and otherwise the reason why not."""
+    """Abilities of a causal LM. A field is None if the model has the ability, and otherwise says why it does not."""
 
     training: str | None
     plain: str | None

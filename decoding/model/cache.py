@@ -1,4 +1,4 @@
-"""A preallocated key-value cache for transformers: it appends a block, keeps one path of it and drops the rest.
+"""A preallocated key-value cache for transformers: it appends a block, keeps one path of the block and drops the rest.
 
 The rows of a batch may differ in length. Nothing is concatenated or recomputed. A step writes keys and values after
 each row's committed prefix, attention reads views of the buffers, and `commit` closes the gaps between accepted nodes
@@ -64,7 +64,7 @@ class PreallocatedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write a block after each row's prefix; return the keys and values to attend to.
 
-        All tensors are (batch, heads, positions, dim).
+        All tensors have the shape (batch, heads, positions, dim).
         """
         owner, block = self._owner, self._owner.block
         if not self.is_initialized:
@@ -114,8 +114,8 @@ class PreallocatedCache(Cache):
     be dropped.
 
     ``lengths[row]`` is the number of cached positions of a row. ``text`` contains the tokens of row 0 whose keys are
-    certainly cached. ``states`` are kept states after a drafter's taps, for these tokens from the first on. The
-    decoding loop updates ``text`` and ``states`` in caches that serve several calls.
+    certainly cached. ``states`` are the target's states after the layers that a drafter reads (taps), at these tokens
+    from the first on. The decoding loop updates ``text`` and ``states`` in caches that serve several calls.
     """
 
     def __init__(
@@ -139,7 +139,8 @@ class PreallocatedCache(Cache):
         self._taps: tuple[int, ...] = ()
         self._held: tuple[_Buffers, ...] = ()  # buffers of each device; empty before the first block
         self._handed_out: tuple[_Buffers, ...] = self._held
-        """Buffers whose views the layers use; they differ from `_held` only after an interrupt in between."""
+        """Buffers whose views the layers use; they differ from `_held` only after an interrupt between the two updates.
+        """
 
     def begin(self, rows: Sequence[int], size: int, device: torch.device, own: Sequence[int] | None = None) -> int:
         """Announce a pass that appends ``size`` positions to each of the ``rows``; return how many keys it reads.
@@ -149,7 +150,7 @@ class PreallocatedCache(Cache):
         content must come first, in order, because attention reads a slice of the buffers.
         """
         starts = [self.lengths[row] for row in rows]
-        assert not any(starts) or list(rows) == list(range(len(rows))), f"rows {rows} are not the first ones"
+        assert not any(starts) or list(rows) == list(range(len(rows))), f"rows {rows} are not the first rows"
         padded = max(starts) + size
         needed = max(start + count for start, count in zip(starts, own or [size] * len(starts), strict=True))
         self.reserve(padded if padded <= self.capacity or needed == padded else needed + 1)
@@ -177,7 +178,7 @@ class PreallocatedCache(Cache):
         self.block = None
 
     def advance(self, rows: Sequence[int], written: Sequence[int]) -> None:
-        """Add to the length of each row in ``rows`` the number of positions ``written`` for it."""
+        """Increase the length of each row in ``rows`` by the number of positions ``written`` to the row."""
         for row, count in zip(rows, written, strict=True):
             self.lengths[row] += count
 
@@ -292,7 +293,7 @@ class PreallocatedCache(Cache):
     def rewind(self, prompt: Sequence[int], taps: tuple[int, ...] = ()) -> int:
         """Cut row 0 to the longest prefix that it shares with ``prompt[:-1]``; return the prefix's length.
 
-        With ``taps`` the prefix ends at the latest where the kept states of these layers end; states of other layers
+        With ``taps``, the prefix is at most as long as the kept states after these layers; states after other layers
         are dropped.
         """
         common = common_length(self.text, prompt[:-1])
@@ -308,7 +309,7 @@ class PreallocatedCache(Cache):
 
     @torch.inference_mode()
     def move(self, row: int, to: int) -> None:
-        """Move a row to row ``to``, replacing its content."""
+        """Move a row to row ``to``, and replace the content of that row."""
         length = self.lengths[row]
         if row != to:
             for held in self._held:

@@ -29,8 +29,8 @@ from decoding.model.turns import CacheHolder, CacheTurns, lock_of
 from decoding.rules.tree import TokenTree
 
 _PREFILL_TOKENS = 1 << 14
-"""Largest number of tokens, including padding, in one prefill pass. This many occupy a GPU fully; 32 texts of 8k tokens
-in one pass would take 40 GB."""
+"""Largest number of tokens, including padding, in one prefill pass. So many tokens keep a GPU fully busy; 32 texts of
+8k tokens in one pass would take 40 GB."""
 
 
 class CausalLM:
@@ -47,12 +47,13 @@ class CausalLM:
 
         ``output_tokens``: for a draft with a trimmed lm_head, the token id of each output (None: all tokens).
 
-        ``static`` runs steps with fixed shapes: ``graphs`` as CUDA graphs, ``auto`` as CUDA graphs until one cannot be
-        recorded, ``eager`` without graphs, for tests. Such a model decodes one batch at a time.
+        With ``static``, steps have fixed shapes. The mode ``graphs`` runs them as CUDA graphs, ``auto`` does so until a
+        graph cannot be recorded, and ``eager`` runs them without graphs, for tests. Such a model decodes one batch at a
+        time.
 
         With ``batch_invariant`` the outputs at a token do not depend on the other tokens of its pass, in any dtype. So
-        greedy texts equal those of plain decoding, and a text is the same alone and in a batch (`BatchInvariant`).
-        Raises UserError for models that run no trees.
+        greedy texts equal those of plain decoding, and a text is the same alone and in a batch (see `BatchInvariant`).
+        Raises UserError if such a model cannot run trees.
         """
         if reason := why_unfit(model):
             raise UserError(reason)
@@ -76,7 +77,7 @@ class CausalLM:
             raise UserError(f"{self.no_trees}, so its passes cannot be batch-invariant: leave batch_invariant out")
         self.batch_invariant = batch_invariant
         self._numerics = BatchInvariant if batch_invariant else nullcontext
-        """Context of every pass after a prefill."""
+        """Context manager around every pass after a prefill."""
         self._sequential = SequentialSteps(model) if self.no_trees else None
         self._static: StaticSteps | None = None
         self._static_cache: PreallocatedCache | None = None
@@ -103,18 +104,18 @@ class CausalLM:
         return "graphs" if self._static.captures else "eager"
 
     def with_static(self, static: str | None) -> "CausalLM":
-        """Return a model with this ``static`` that shares the weights; it is the same object if nothing changes."""
+        """Return a model with this ``static`` that shares the weights; if nothing changes, return this object."""
         if static == self.static:
             return self
         return CausalLM(self.model, self.output_tokens, static, self.batch_invariant)
 
     def at_its_fastest(self) -> "CausalLM":
-        """Return the model with the ``static`` that ``auto`` means; dropping the result frees its graphs and cache."""
+        """Return the model in the mode that ``auto`` chooses for it; dropping the result frees its graphs and cache."""
         return self.with_static(static_of("auto", self.model))
 
     @property
     def device(self) -> torch.device:
-        """Device of the input tokens; a model that is spread over several devices also returns its outputs on it."""
+        """Device of the input tokens; a model that is spread over several devices also returns its outputs there."""
         device: torch.device = self.model.device
         return device
 
@@ -133,7 +134,7 @@ class CausalLM:
 
     @torch.inference_mode()
     def state_bytes(self) -> int:
-        """Return the bytes of one text's recurrent states (0 without any); drafting a chain needs twice as many."""
+        """Return the bytes of one text's recurrent states (0 if it has none); drafting a chain needs twice as many."""
         return self._sequential.state_bytes() if self._sequential is not None else 0
 
     @cached_property
@@ -175,7 +176,7 @@ class CausalLM:
 
         Returns hidden state and logits of each text's last token, (rows, hidden) and (rows, vocab). Shorter texts are
         padded on the right, and no token attends to the padding. To limit memory, texts run in groups of up to
-        `_PREFILL_TOKENS` tokens. ``rows`` None means the first ones. ``taps``: also return the states of all
+        `_PREFILL_TOKENS` tokens. If ``rows`` is None, the first rows are used. ``taps``: also return the states of all
         positions after these layers (from 0). The states take 8 KiB per token and layer for an 8B model in bf16.
         """
         rows = range(len(texts)) if rows is None else rows
@@ -232,7 +233,7 @@ class CausalLM:
     def step(self, tokens: Int[Tensor, " rows"], cache: PreallocatedCache) -> ModelOutput:
         """Run one token after each row, without waiting for tokens that the device is still computing.
 
-        Returns (rows, hidden) and (rows, vocab).
+        Returns hidden states (rows, hidden) and logits (rows, vocab).
         """
         if self._sequential is not None:
             output = self._sequential.run([[token] for token in tokens.tolist()], cache)
@@ -251,9 +252,9 @@ class CausalLM:
     ) -> ModelOutput:
         """Run a tree after each row; each node attends to its row's prefix and its own path.
 
-        Row i runs its nodes from ``first[i]`` on; earlier nodes are cached (a tree drafted level by level). Returns
-        (rows, nodes, hidden) and (rows, nodes, vocab), with smaller trees padded. ``taps``: also return the states of
-        all nodes after these layers.
+        Row i runs its nodes from ``first[i]`` on; earlier nodes are cached, as in a tree drafted level by level.
+        Returns hidden states (rows, nodes, hidden) and logits (rows, nodes, vocab); smaller trees are padded. ``taps``:
+        also return the states of all nodes after these layers.
         """
         return self._run(trees, cache, first, None, taps)
 
@@ -284,7 +285,7 @@ class CausalLM:
         timed.
 
         ``nodes``: sizes of the coming trees. ``longest``: final length of the longest text, in positions. ``taps``:
-        layers after which states will be read. Without graphs it does nothing.
+        layers after which states will be read. Without graphs this method does nothing.
         """
         if self._static is not None:
             with self._numerics():

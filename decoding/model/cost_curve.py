@@ -17,7 +17,7 @@ def pass_over(curve: Mapping[int, float], size: float) -> float:
     """Return the seconds of a target pass over ``size`` new tokens per row, the root included.
 
     ``curve`` maps measured sizes to seconds. Between these sizes the curve is linear, and before the first size it is
-    constant. After the last size it continues the last segment, but never decreases.
+    constant. After the last size the curve continues the last segment, but never decreases.
     """
     points = sorted(curve.items())
     after = bisect_right(points, (size, math.inf))
@@ -62,9 +62,9 @@ def measure_costs(
     repeats: int = 15,
     seconds: float = math.inf,
 ) -> dict[int, float]:
-    """Measure the median seconds of a target pass over n new tokens after ``prefix`` cached ones, for n in ``sizes``.
+    """Measure the median seconds of a target pass over n new tokens after ``prefix`` cached tokens, for n in ``sizes``.
 
-    Each of ``rows`` texts has n new tokens. The passes alternate, so other load on the machine affects all alike. No
+    Each of ``rows`` texts has n new tokens. Passes of all sizes alternate, so other load affects all sizes alike. No
     round begins after ``seconds``, but at least three rounds are measured. If a pass looks cheaper than a pass over
     fewer tokens, this is noise, so the pass gets the larger cost.
     """

@@ -1,7 +1,7 @@
-"""Configs of DSpark and DFlash drafts: DeepSpec's flat ``config.json``, and other trainers' spellings.
+"""Configs of DSpark and DFlash drafts: DeepSpec's flat ``config.json``, and the forms of other trainers.
 
-Different configs number the taps differently. ``target_layer_ids`` (DeepSpec, and SpecForge and z-lab in a
-``dflash_config``) counts layers from 0. ``aux_hidden_state_layer_ids`` (speculators) and
+Configs number the layers whose states are read (the taps) in different ways. ``target_layer_ids`` (DeepSpec, and
+SpecForge and z-lab in a ``dflash_config``) counts layers from 0. ``aux_hidden_state_layer_ids`` (speculators) and
 ``eagle_aux_hidden_state_layer_ids`` count the state before the first layer as 0.
 """
 
@@ -36,7 +36,7 @@ _TAKEN: dict[str, tuple[Any, ...]] = {
 """Settings of other trainers that change the computation, and the values that are supported here."""
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 GPU_HEAD_DIMS = (64, 128)
-"""Sizes of attention heads for which servers have kernels, on any device and on GPUs."""
+"""Sizes of attention heads for which servers have kernels: `HEAD_DIMS` on any device, and `GPU_HEAD_DIMS` on GPUs."""
 REMEDY = "use a DSpark or DFlash draft as headstart, DeepSpec, speculators, SpecForge or z-lab write it"
 _THIS_TARGET = "use a draft trained on this target"
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
@@ -45,7 +45,7 @@ _FULL, SLIDING = "full_attention", "sliding_attention"
 
 class Sight(NamedTuple):
     """What the slots of a layer see: the last ``window`` positions including the slot itself (None: all earlier
-    positions), and unless ``causal`` also later slots of the block.
+    positions), and also later slots of the block unless ``causal`` is true.
     """
 
     window: int | None = None
@@ -56,21 +56,21 @@ class Sight(NamedTuple):
 class DSparkConfig:
     """Sizes of a draft, named as in ``config.json``; raises UserError for sizes that no server loads.
 
-    ``hidden_size`` and ``vocab_size`` are the target's. ``target_layer_ids``: the target's layers (from 0) after which
-    states are read. ``num_target_layers`` is None if it is unknown. ``mask_token_id``: a token that does not occur in
-    texts. ``block_size``: K, the number of tokens drafted in one forward pass. ``slots``: the number of tokens that run
-    in one forward pass. ``sample_from_anchor``: slot j predicts token j after the newest one. If it is False, each mask
-    predicts the token at the mask's own position, and the block has one more token, which DFlash and speculators count
-    in ``block_size``.
+    ``hidden_size`` and ``vocab_size`` are sizes of the target. ``target_layer_ids``: the target's layers (from 0) after
+    which states are read. ``num_target_layers`` is None if it is unknown. ``mask_token_id``: a token that does not
+    occur in texts. ``block_size``: K, the number of tokens drafted in one forward pass. ``slots``: the number of tokens
+    that run in one forward pass. ``sample_from_anchor``: each slot predicts the token after the slot's position. If it
+    is False, each mask predicts the token at the mask's own position, and the block has one more token, which DFlash
+    and speculators count in ``block_size``.
 
     ``markov_rank`` 0 means that there is no bias, as in DFlash and in ablations of DSpark. ``tree``: the paths of ranks
-    drafted by default, empty for a chain. ``draft_vocab_size``: the number of different tokens that the draft can
-    write, with its own lm_head; None means all tokens, with the target's lm_head.
+    that are drafted by default; empty for a chain. ``draft_vocab_size``: the number of different tokens that the draft
+    can write, with its own lm_head; None means all tokens, with the target's lm_head.
 
     ``layer_types``: for each layer, whether it attends to the whole text or to the last ``sliding_window`` positions;
     if empty, all layers attend to the whole text. ``is_causal``: whether slots see only earlier slots; None means that
-    this is so only in sliding layers. ``rope_scaling``: transformers' ``rope_parameters`` without the base; empty means
-    unscaled. ``markov_head_type``: the class of the bias, see `decoding.model.markov`.
+    this is so only in sliding layers. ``rope_scaling``: transformers' ``rope_parameters`` without the base; if it is
+    empty, the embeddings are not scaled. ``markov_head_type``: the class of the bias, see `decoding.model.markov`.
     """
 
     hidden_act: ClassVar[str] = "silu"
@@ -134,7 +134,8 @@ class DSparkConfig:
         deepest = max((len(path) for path in paths), default=0)
         if deepest > self.block_size:
             raise UserError(
-                f"the tree is {deepest} deep, but a pass drafts {self.block_size} tokens: shorten its paths"
+                f"the tree has depth {deepest}, but a pass drafts {self.block_size} tokens: "
+                "shorten the paths of the tree"
             )
         object.__setattr__(self, "target_layer_ids", taps)
         object.__setattr__(self, "tree", paths)
@@ -168,7 +169,7 @@ class DSparkConfig:
 
     @cached_property
     def _scaled(self) -> tuple[Float[Tensor, " pairs"], float]:
-        """Scaled frequencies of each pair of dimensions, and the factor on sines and cosines.
+        """Scaled frequency of each pair of dimensions, and the factor by which sines and cosines are multiplied.
 
         For ``dynamic`` and ``longrope``, transformers uses these frequencies within the context length of pretraining.
         """
@@ -181,7 +182,7 @@ class DSparkConfig:
         return scaled
 
     def frequencies(self, device: torch.device) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the angle per position of each pair of dimensions, and the factor on sines and cosines."""
+        """Return the angle per position of each pair of dimensions, and the factor for sines and cosines."""
         if self.rope_scaling:
             scaled, factor = self._scaled
             return scaled.to(device, non_blocking=True), factor
@@ -197,12 +198,12 @@ class DSparkConfig:
 
     @property
     def is_dflash(self) -> bool:
-        """True for a DFlash draft: there is no bias, and each mask predicts the token in its own place."""
+        """True for a DFlash draft: there is no bias, and each mask predicts the token at its own position."""
         return not (self.markov_rank or self.sample_from_anchor)
 
     @property
     def slots(self) -> int:
-        """Tokens of a block: the newest token and the masks."""
+        """Number of tokens in a block: the newest token and the masks."""
         return self.block_size + (not self.sample_from_anchor)
 
     @property
@@ -219,10 +220,11 @@ class DSparkConfig:
                     f"this draft needs a target whose {name} is {getattr(self, name)}, not {size}: {_THIS_TARGET}"
                 )
         if (last := self.target_layer_ids[-1]) > (most := target.num_layers - 1):
-            raise UserError(f"this draft reads layer {last}, but only 0 to {most} can be read: {_THIS_TARGET}")
+            raise UserError(f"this draft reads layer {last}, but only layers 0 to {most} can be read: {_THIS_TARGET}")
         if (width := target.model.config.get_text_config(decoder=True).hidden_size) != self.hidden_size:
             raise UserError(
-                f"the target's lm_head is {self.hidden_size} wide, but its layers are {width}: use another target"
+                f"the target's lm_head reads states of size {self.hidden_size}, but its layers write size {width}: "
+                "use another target"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -237,12 +239,12 @@ class DSparkConfig:
             own["block_size"] = self.slots
             own["dflash_config"] = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layer_ids}
         if scaling:
-            own["rope_scaling"] = scaling  # this key and the next are for readers of transformers 4's keys
+            own["rope_scaling"] = scaling  # this key and the next are for programs that read transformers 4's keys
         return {
             "architectures": [WITHOUT_BIAS if self.is_dflash else ARCHITECTURE],
             "model_type": "qwen3",
             **own,
-            "rope_theta": theta,  # for readers of transformers 4's keys
+            "rope_theta": theta,  # for programs that read the keys of transformers 4
             "rope_parameters": {"rope_theta": theta, "rope_type": "default", **scaling},
             "hidden_act": self.hidden_act,
             "attention_bias": False,
@@ -320,7 +322,7 @@ def _rotary(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return the base and the scaling of the rotary embeddings, from the keys of transformers 5 or transformers 4."""
     rope = dict(flat.get("rope_parameters") or flat.get("rope_scaling") or {})
     if any(isinstance(value, Mapping) for value in rope.values()):
-        raise UserError("its rotary embeddings differ by type of layer")
+        raise UserError("the rotary embeddings differ between types of layers")
     theta = float(rope.pop("rope_theta", None) or flat.get("rope_theta") or DSparkConfig.rope_theta)
     if (share := rope.pop("partial_rotary_factor", None)) not in (None, 1.0):
         raise UserError(f"partial_rotary_factor is {share}")
@@ -330,7 +332,7 @@ def _rotary(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _taps(flat: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the layers (from 0) after which states are read, whichever name the config uses."""
+    """Return the layers (from 0) after which states are read, under whichever name the config has them."""
     for name in ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"):
         if flat.get(name):
             return tuple(index - 1 for index in flat[name])

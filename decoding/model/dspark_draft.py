@@ -1,11 +1,12 @@
 """DSpark drafts (2607.05147): a block of tokens in one forward pass, from the target's states after several layers.
 
-The draft reads the text only as keys and values, computed from the target's states at its tokens
+The draft reads the text only as keys and values, which are computed from the target's states at the text's tokens
 (`decoding.model.forward`). The newest token and K - 1 masks run as one block, attend to these keys and to one another,
 and predict the next K tokens. A `MarkovBias` makes each distribution conditional on the previous token. The draft uses
-the target's embedding and lm_head. Without a bias it is DFlash (2602.06036). A draft may write only frequent tokens.
-Then it has an lm_head with their rows, and ``d2t`` is the difference between each row's token and its number (as in
-speculators). Folders have DeepSpec's flat form. vLLM and SGLang load this form; llama.cpp loads a GGUF made from it.
+the target's embedding and lm_head. A draft without a bias is DFlash (2602.06036). A draft may write only frequent
+tokens. Such a draft has its own lm_head with the rows of these tokens, and ``d2t`` contains, for each row, the id of
+its token minus the number of the row (as in speculators). Folders have DeepSpec's flat form. vLLM and SGLang load this
+form; llama.cpp loads a GGUF file that is made from it.
 """
 
 import json
@@ -53,7 +54,8 @@ _OF_FILES = {
 _BIASES = {"vanilla": MarkovBias, "gated": GatedBias, "rnn": RecurrentBias}
 _MASK = "use a draft whose mask is one of the target's tokens"
 _TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
-"""Tensors that some trainers store: copies of the target's weights, and maps to its ids. Most are not loaded."""
+"""Tensors that some trainers store: copies of the target's weights, and maps to the target's ids. Most are not loaded.
+"""
 _OF_REDUCED = ("lm_head.weight", "d2t")
 """The tensors in `_TARGETS_OWN` that are loaded if the draft writes only some of the target's tokens."""
 
@@ -105,7 +107,7 @@ class _Layer(nn.Module):
 def _seen(sight: Sight, mask: Tensor | None, at: Tensor, keys_at: Tensor | None, x: Tensor) -> Tensor | None:
     """Return the additive mask of a layer's slots, which are at positions ``at``.
 
-    The result is ``mask``, but also hides the keys that the layer cannot see.
+    In addition to the keys that ``mask`` hides, the result hides the keys that the layer cannot see.
     """
     if sight == Sight():
         return mask
@@ -158,8 +160,8 @@ class DSparkDraft(nn.Module):
 
     @torch.no_grad()
     def write_only(self, tokens: Sequence[int], lm_head: Float[Tensor, "vocab hidden"]) -> None:
-        """Set the draft's ``draft_vocab_size`` tokens, in increasing order, with their rows of the target's lm_head."""
-        assert self.lm_head is not None, "the config has a draft_vocab_size"
+        """Set the tokens that the draft can write, in increasing order; copy their rows from the target's lm_head."""
+        assert self.lm_head is not None, "the config must have a draft_vocab_size"
         self.d2t.copy_(d2t_of(tokens))
         self.lm_head.weight.copy_(lm_head[list(tokens)])
 
@@ -204,7 +206,7 @@ class DSparkDraft(nn.Module):
         return normed_last
 
     def sure(self, hidden: Float[Tensor, "*slots hidden"], before: Int[Tensor, " *slots"]) -> Float[Tensor, " *slots"]:
-        """Return for each slot the logit of the probability that its token is accepted if the token before was
+        """Return for each slot the logit of the probability that its token is accepted if the token before it was
         accepted.
         """
         assert self.confidence is not None, "this draft lacks a confidence head"
@@ -292,7 +294,10 @@ class PairedDSpark:
         return self.draft.config
 
     def embed(self, newest: Int[Tensor, " rows"]) -> Float[Tensor, "rows slots hidden"]:
-        """Return the unscaled embeddings, as servers use them, of each row's block: the newest token, then masks."""
+        """Return the embeddings of each row's block, which consists of the newest token and masks.
+
+        They are not scaled, as in servers.
+        """
         masks = newest.new_full((len(newest), self.config.slots - 1), self.config.mask_token_id)
         return unscaled_embeddings(self.target.model, torch.cat((newest[:, None], masks), 1))
 
@@ -302,7 +307,7 @@ class PairedDSpark:
         """Return the logits of the next ``count`` tokens (None: all K) without the bias, as servers compute them."""
         first = self.config.slots - self.config.block_size
         read = hidden[:, first : first + (count or self.config.block_size)]
-        # Made contiguous, because torch multiplies a strided slice by a frozen weight via copies, which is far slower.
+        # Made contiguous: with a strided slice, torch would first copy the frozen weight, which is far slower.
         return F.linear(read.to(self._lm_head).contiguous(), self._lm_head)
 
     @cached_property
@@ -311,7 +316,9 @@ class PairedDSpark:
         return self.draft.output_tokens
 
     def block_bias(self, hidden: Float[Tensor, "rows slots hidden"], newest: Tensor) -> BlockBias | None:
-        """Return the bias for these blocks, or None if the bias depends only on the previous token or is missing."""
+        """Return the bias for these blocks, or None if the bias depends only on the previous token, or if there is
+        none.
+        """
         if self.draft.markov is None or self.config.markov_head_type == "vanilla":
             return None
         return BlockBias(self.draft.markov, hidden, newest, self.config.slots - self.config.block_size)

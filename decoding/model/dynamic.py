@@ -18,11 +18,11 @@ from decoding.model.forward import ModelOutput, run_model
 from decoding.rules.tree import TokenTree, TreeShape
 
 _APPENDED_TOKENS = 1 << 10
-"""Largest number of tokens in one appending pass, because each has a mask row over all keys."""
+"""Largest number of tokens in one appending pass, because the mask has a row over all keys for each token."""
 
 
 _LARGEST_STORED = 256
-"""Shapes of up to this many nodes are kept on the device. Larger ones are appended text and rarely recur."""
+"""Shapes of up to this many nodes are kept on the device. Larger shapes are appended texts and rarely recur."""
 
 
 def blocked_keys(
@@ -68,7 +68,7 @@ class TreeMasks:
         return self.by_layer_type(lambda window: make(shapes, starts, first, size, window))
 
     def by_layer_type(self, make: Callable[[int | None], Tensor]) -> Any:
-        """Make a mask for each window; return the only one, or a dict by layer type."""
+        """Make a mask for each window; return the only mask, or a dict by layer type."""
         masks = {kind: make(window) for kind, window in self.windows.items()}
         return masks if len(masks) > 1 else masks["full_attention"]
 
@@ -163,7 +163,10 @@ class DynamicSteps:
         return last._replace(states=tuple(map(torch.cat, states)) if taps else ())
 
     def step(self, tokens: Int[Tensor, " rows"], cache: PreallocatedCache, taps: Sequence[int] = ()) -> ModelOutput:
-        """Run one token after each row, as a tree with one node; return (rows, 1, hidden) and (rows, 1, vocab)."""
+        """Run one token after each row, as a tree with one node.
+
+        Returns hidden states (rows, 1, hidden) and logits (rows, 1, vocab).
+        """
         rows, starts = len(tokens), cache.lengths[: len(tokens)]
         masks = None  # `transformers` builds the masks of these layers
         if len(set(starts)) > 1 or any(self._masks.windows.values()):
@@ -185,8 +188,8 @@ class DynamicSteps:
     ) -> ModelOutput:
         """Run the nodes of each tree from ``first`` on; the cache keeps the first ``kept`` of these nodes (None: all).
 
-        Returns (rows, nodes, hidden) and (rows, nodes, vocab) for the nodes that ``select`` picks. ``taps``: also
-        return each row's states at all nodes, with padding.
+        Returns hidden states (rows, nodes, hidden) and logits (rows, nodes, vocab) for the nodes that ``select`` picks.
+        ``taps``: also return each row's states at all nodes, with padding.
         """
         counts = [len(tree) - skipped for tree, skipped in zip(trees, first, strict=True)]
         size = max(counts)

@@ -28,22 +28,22 @@ _TAKEN: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1),
     "embed_requires_grad": (None, False),
 }
-"""Settings that change the computation, with the values supported here."""
+"""Settings that change the computation, with the values that are supported here."""
 _ROTARY = ("default", "linear", "llama3", "yarn")
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _DEFAULT_TAPS = 3
-_WIDEST = 1 << 16  # an attention head
+_WIDEST = 1 << 16  # largest size of an attention head
 REMEDY = "use an EAGLE-3 draft of one Llama or Qwen 3 layer, as EAGLE, SpecForge, ModelOpt or speculators write it"
 _THIS_TARGET = "use a draft trained on this target"
 
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """Sizes and flags of a draft, mostly named as in ``config.json``; raises UserError for sizes that do not fit.
+    """Sizes and flags of a draft, mostly named as in ``config.json``; raises UserError if sizes do not fit.
 
-    ``hidden_size`` and ``vocab_size`` are the target's. ``draft_vocab_size``: the number of different tokens that the
-    draft can write. ``target_layer_ids``: the target's layers (from 0) after which states are read; empty for the three
-    default layers, which depend on the target's depth.
+    ``hidden_size`` and ``vocab_size`` are sizes of the target. ``draft_vocab_size``: the number of different tokens
+    that the draft can write. ``target_layer_ids``: the target's layers (from 0) after which states are read; empty for
+    the three default layers, which depend on the target's depth.
 
     ``norm_before_residual``: the residual stream starts from the normed state. ``norm_before_fc``: one norm over all
     taps. ``fc_norm``: one norm per tap. ``norm_output``: the next step reads the state after the final norm.
@@ -86,9 +86,14 @@ class Eagle3Config:
             raise UserError(f"target_layer_ids is {list(taps)}: use increasing layers")
         heads, of_keys = self.num_attention_heads, self.num_key_value_heads
         if heads % of_keys or self.head_dim % 2 or self.head_dim > _WIDEST:
-            raise UserError(f"it has {heads} heads of {self.head_dim} with {of_keys} key heads: use sizes that fit")
+            raise UserError(
+                f"the draft has {heads} attention heads of size {self.head_dim} and {of_keys} key heads: "
+                "use sizes that fit"
+            )
         if self.draft_vocab_size > self.vocab_size:
-            raise UserError(f"draft_vocab_size is {self.draft_vocab_size}: use at most the {self.vocab_size} tokens")
+            raise UserError(
+                f"draft_vocab_size is {self.draft_vocab_size}: use at most the target's {self.vocab_size} tokens"
+            )
         if type(self.rms_norm_eps) is not float or not 0 <= self.rms_norm_eps < 1:
             raise UserError(f"rms_norm_eps is {self.rms_norm_eps!r}: use a number from 0 to 1")
         if self.norm_before_fc and self.fc_norm:
@@ -116,7 +121,7 @@ class Eagle3Config:
         return rotary.inv_freq, rotary.attention_scaling
 
     def for_target(self, target: CausalLM) -> "Eagle3Config":
-        """Return the config with the target's default layers filled in; raise UserError if it does not fit."""
+        """Return the config with the target's default layers; raise UserError if it does not fit the target."""
         width = target.model.config.get_text_config(decoder=True).hidden_size
         embedding: Any = target.model.get_input_embeddings()
         sizes = {"hidden_size": {width, embedding.weight.shape[1]}, "vocab_size": {target.vocab_size}}
@@ -127,13 +132,13 @@ class Eagle3Config:
                 )
         filled = self if self.target_layer_ids else replace(self, target_layer_ids=default_layers(target.num_layers))
         if (last := filled.target_layer_ids[-1]) > (most := target.num_layers - 2):
-            raise UserError(f"this draft reads layer {last}, but only 0 to {most} can be read: {_THIS_TARGET}")
+            raise UserError(f"this draft reads layer {last}, but only layers 0 to {most} can be read: {_THIS_TARGET}")
         return filled
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of a flat ``config.json``: flags and layers are written only if they differ from defaults.
 
-        vLLM, SGLang and llama.cpp agree on drafts without flags that read the default layers.
+        vLLM, SGLang and llama.cpp agree on drafts that have no flags and read the default layers.
         """
         own = asdict(self)
         layers, of_qwen3 = own.pop("target_layer_ids"), own.pop("qk_norm")
@@ -145,7 +150,7 @@ class Eagle3Config:
             own |= {"use_sliding_window": True, "layer_types": [SLIDING]}
         if layers and not _is_default(layers):
             own |= self.named_layers()
-        if rope["rope_type"] != "default":  # this key and rope_theta are for readers of transformers 4's keys
+        if rope["rope_type"] != "default":  # this key and rope_theta are for programs with transformers 4's keys
             own["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
         return {
             "architectures": [_OF_QWEN3 if of_qwen3 else _ARCHITECTURE],
@@ -159,13 +164,13 @@ class Eagle3Config:
         }
 
     def named_layers(self) -> dict[str, Any]:
-        """Return the keys of ``config.json`` that name the layers, even if these are the default ones."""
+        """Return the keys of ``config.json`` that name the layers, even if these are the default layers."""
         layers = self.target_layer_ids
         return {"eagle_aux_hidden_state_layer_ids": [at + 1 for at in layers], "num_aux_hidden_states": len(layers)}
 
 
 def usual_layers(count: int) -> tuple[int, int, int]:
-    """Return the same as `default_layers`, even if the target has too few layers for them."""
+    """Return the layers of `default_layers` without the check that the target has enough layers for them."""
     return (1, count // 2 - 1, count - 4)
 
 
@@ -175,13 +180,13 @@ def default_layers(count: int) -> tuple[int, ...]:
     if list(layers) != sorted(set(layers)):
         raise UserError(
             f"this draft reads the default layers, but a target of {count} layers has too few for them: name the "
-            "layers in eagle_aux_hidden_state_layer_ids, or use a target of at least 7"
+            "layers in eagle_aux_hidden_state_layer_ids, or use a target of at least 7 layers"
         )
     return layers
 
 
 def _is_default(layers: Sequence[int]) -> bool:
-    """Return True if these layers are the default ones of some target."""
+    """Return True if these layers are the default layers of some target."""
     return tuple(layers) == usual_layers(layers[-1] + 4)
 
 
@@ -226,12 +231,12 @@ def _config_of(stored: Mapping[str, Any]) -> Eagle3Config:
     uses, types = flat.get("use_sliding_window"), list(flat.get("layer_types") or ())
     slides = types == [SLIDING]
     refused = {
-        f"it has a layer of {style}, not of Llama or Qwen 3": style not in _STYLES,
+        f"the draft has a layer of {style}, not of Llama or Qwen 3": style not in _STYLES,
         f"use_sliding_window is {uses}, but layer_types is {types}": (uses and not types) or (uses is False and slides),
         f"layer_types is {types}": types not in ([], ["full_attention"], [SLIDING]),
-        f"its rotary embeddings are {rope['rope_type']}": rope["rope_type"] not in _ROTARY,
-        f"its states have size {width}, but the target's states have size {of_target}": of_target not in (None, width),
-        "it reads no states between the target's layers": own.get("use_aux_hidden_state") is False,
+        f"the rotary embeddings are {rope['rope_type']}": rope["rope_type"] not in _ROTARY,
+        f"the draft's states have size {width}, but the target's have size {of_target}": of_target not in (None, width),
+        "the draft reads no states between the target's layers": own.get("use_aux_hidden_state") is False,
     }
     # In a nested file a missing norm_before_residual means false, as speculators reads it; vLLM assumes true.
     for problem in (problem for problem, applies in refused.items() if applies):
@@ -251,12 +256,12 @@ def _config_of(stored: Mapping[str, Any]) -> Eagle3Config:
         }
     )
     if (count := flat.get("num_aux_hidden_states") or config.taps) != config.taps:
-        raise UserError(f"num_aux_hidden_states is {count}, but it names {config.taps} layers")
+        raise UserError(f"num_aux_hidden_states is {count}, but the config names {config.taps} layers")
     return config
 
 
 def _layers(flat: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the layers (from 0) after which states are read; empty for the default."""
+    """Return the layers (from 0) after which states are read; empty for the default layers."""
     if taps := flat.get("eagle_aux_hidden_state_layer_ids"):
         return tuple(tap - 1 for tap in taps)
     # Servers ignore these ids, or number them from 0 or from 1, so only the default layers are unmistakable.

@@ -4,7 +4,7 @@ Slot p of a text pairs the embedding of token p + 1 with the target's states at 
 (`decoding.model.forward`) and mapped to one vector by ``fc``. The layer attends to earlier slots and computes a state,
 from which the draft's own lm_head predicts token p + 2. Beyond the text the draft continues with its own states: the
 next slot pairs the drafted token with the state of the previous slot, without ``fc``. ``d2t`` contains, for each
-output, its token minus the output's number.
+output, the id of its token minus the number of the output.
 """
 
 import json
@@ -154,7 +154,7 @@ class Eagle3Draft(nn.Module):
         return ran
 
     def recycled(self, states: Float[Tensor, "*slots hidden"]) -> Float[Tensor, "*slots hidden"]:
-        """Return the inputs of the next slots, given the states of slots."""
+        """Return the inputs of the next slots, given the states of the slots before them."""
         if not self.config.norm_output:
             return states
         normed: Tensor = self.norm(states)
@@ -204,7 +204,7 @@ class Eagle3Draft(nn.Module):
 
 
 def _ours(name: str) -> str:
-    """Return our name of a tensor: the names of some trainers contain the number of the layer."""
+    """Return our name for a tensor: in the names of some trainers, the layer has a number."""
     return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
 
 
@@ -212,7 +212,7 @@ def read_described(folder: Path) -> tuple[Eagle3Config, dict[str, StoredTensor]]
     """Read a draft's config and the header of its tensors, by our names; raise UserError if they do not match."""
     config = read_eagle3_config(folder)
     if not has_weights(folder):
-        raise UserError(f"{folder} lacks .safetensors files: convert its weights (pickled ones are not loaded)")
+        raise UserError(f"{folder} lacks .safetensors files: convert its weights (pickled weights are not loaded)")
     stored = weights_header(folder, REMEDY)
     header = {_ours(name): part for name, part in stored.items() if name not in _NOT_LOADED}
     whole = config.draft_vocab_size == config.vocab_size and "d2t" not in header

@@ -1,4 +1,4 @@
-"""One pass of a transformers model over this project's cache, with its two ends, taps on its layers, and outputs.
+"""One pass of a transformers model over this project's cache: the model's two ends, taps on its layers, and outputs.
 
 The two ends are the embedding of the input tokens, and the lm_head with the last hidden state. Every architecture names
 these layers (`get_input_embeddings`, `get_output_embeddings`), so no family-specific code is needed. Decoding and
@@ -56,8 +56,8 @@ def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] |
     """Inside the context, collect the lm_head's input, (batch, positions, hidden), in this thread's passes of the
     model.
 
-    With ``select`` the lm_head reads only ``select(hidden)``, which saves logits that nobody needs. The captured tensor
-    is always the whole input.
+    With ``select``, the lm_head reads only ``select(hidden)``, so that no logits are computed in vain. The captured
+    tensor is always the whole input.
     """
     captured: list[Tensor] = []
     thread = get_ident()
@@ -66,7 +66,7 @@ def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] |
         if get_ident() != thread:  # another thread's pass of the same model
             return None
         captured.append(args[0])
-        # Made contiguous, because torch multiplies a strided slice by copies of a frozen weight, which is far slower.
+        # Made contiguous: with a strided slice, torch would first copy the frozen weight, which is far slower.
         return (select(args[0]).contiguous(), *args[1:]) if select else None
 
     with hooked(_lm_head(model).register_forward_pre_hook, hook):
@@ -77,7 +77,7 @@ def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] |
 def hooked(register: Callable[[Any], Any], hook: Callable[..., Any]) -> Iterator[None]:
     """Register a hook inside the context.
 
-    It is removed even after an interrupt, because it would spoil later passes.
+    The hook is removed even after an interrupt, because otherwise it would spoil later passes.
     """
     handle = None
     try:
@@ -136,7 +136,7 @@ def run_in_lm_head(model: nn.Module, hidden: Tensor, work: Callable[[Tensor, Ten
 
 
 def layers_of(model: nn.Module, count: int) -> nn.ModuleList:
-    """Return a model's list of ``count`` layers, under any name; raise UserError if there is none.
+    """Return a model's list of ``count`` layers, under any name; raise UserError if the model has no such list.
 
     The text decoder is searched first, because a vision tower may have as many layers.
     """
@@ -153,7 +153,7 @@ def layers_of(model: nn.Module, count: int) -> nn.ModuleList:
 def capture_taps(
     model: nn.Module, count: int, taps: Sequence[int]
 ) -> Iterator[list[Float[Tensor, "batch positions taps"]]]:
-    """Collect the outputs of layers ``taps`` (increasing, from 0) out of ``count``, in this thread's passes.
+    """Collect the outputs of layers ``taps`` (increasing, from 0) out of ``count`` layers, in this thread's passes.
 
     The outputs equal transformers' ``hidden_states[tap + 1]``, except for the last layer, whose entry in transformers
     is taken after the final norm. Each pass inside the context adds one tensor, in which the states of each position
@@ -170,7 +170,7 @@ def capture_taps(
             parts[tap] = output if isinstance(output, Tensor) else output[0]
             if parts[tap].ndim > 3:
                 raise UserError(
-                    f"layers of {type(model).__name__} output several streams: train heads or an ordinary draft on it"
+                    f"layers of {type(model).__name__} output several streams: train heads or an ordinary draft instead"
                 )
             if tap == taps[-1]:
                 device = parts[tap].device  # layers may be on several devices
@@ -202,7 +202,7 @@ def begun_behind(
 
 
 class ModelOutput(NamedTuple):
-    """Outputs of a pass. ``hidden``: the input of the lm_head. ``logits``: its output.
+    """Outputs of a pass. ``hidden``: the input of the lm_head. ``logits``: the output of the lm_head.
 
     ``states``: for each row, the states of its positions after the requested layers, concatenated.
     """
@@ -253,8 +253,8 @@ def run_model(
     ``positions`` is None if the model does not take positions. ``cache`` is a cache, or a dict from the model's
     argument name to a cache. ``mask`` is an additive mask (rows, 1, size, keys), a dict of masks by layer type, or None
     for the masks of `transformers`. ``select`` picks the positions, (rows, some, hidden), for the lm_head and the
-    output (None: all). ``taps`` are the layers whose outputs are returned as ``states``, at all positions
-    (`capture_taps`). Outputs are on the tokens' device.
+    output (None: all). ``taps`` are the layers whose outputs are returned as ``states``, at all positions (see
+    `capture_taps`). Outputs are on the tokens' device.
     """
     layers = model.config.get_text_config(decoder=True).num_hidden_layers if taps else 0
     with (
@@ -281,8 +281,8 @@ def run_model(
 def leave_out_cudnn() -> None:
     """Switch off cuDNN's attention in this process, which includes decoding by transformers.
 
-    On recent GPUs torch tries cuDNN first. cuDNN builds a plan for every new key length, which takes tens of
-    milliseconds in each step of a growing text, and for each new padded length of a batch.
+    On recent GPUs torch tries cuDNN first. cuDNN builds a plan for every new number of keys: in each step of a growing
+    text, and for each new padded length of a batch. Building a plan takes tens of milliseconds.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -316,10 +316,10 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend, with `transformers`' signature: query (batch, heads, queries, dim), key (batch, groups, keys, dim).
+    """Attention with `transformers`' signature: query (batch, heads, queries, dim), key (batch, groups, keys, dim).
 
-    Calls `transformers`' sdpa if there is no mask (a prefill), if heads do not share keys, or if there are options
-    other than a mask; sdpa rejects unknown options. Returns (batch, queries, heads, dim) and None.
+    This function calls `transformers`' sdpa if there is no mask (a prefill), if heads do not share keys, or if there
+    are options other than a mask; sdpa rejects unknown options. Returns (batch, queries, heads, dim) and None.
     """
     batch, heads, queries, dim = query.shape
     groups = key.shape[1]

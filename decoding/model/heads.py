@@ -46,8 +46,8 @@ class MedusaConfig:
     ``tree`` lists paths of ranks: ``(0, 2)`` is the third best token of head 1 after the best token of head 0. Every
     prefix must be listed. ``shared_lm_head``: the heads use the target's lm_head instead of output layers.
     ``markov_rank``: rank of the `MarkovBias` that all heads share; 0 means no bias. ``linear``: each head first maps
-    the state linearly. ``draft_vocab_size``: the number of different tokens that the heads can write, with one shared
-    lm_head of copied rows of the target's lm_head; None means all tokens of the target.
+    the state linearly. ``draft_vocab_size``: the number of different tokens that the heads can write; they then share
+    one lm_head of rows that are copied from the target's lm_head. None means all tokens of the target.
     """
 
     hidden_size: int
@@ -77,7 +77,9 @@ class MedusaConfig:
         paths = checked_paths(self.tree, self.outputs)
         deepest = max((len(path) for path in paths), default=0)
         if deepest > self.num_heads:
-            raise UserError(f"the tree is {deepest} deep, but there are {self.num_heads} heads: shorten its paths")
+            raise UserError(
+                f"the tree has depth {deepest}, but there are {self.num_heads} heads: shorten the paths of the tree"
+            )
         object.__setattr__(self, "tree", paths)
 
     @property
@@ -104,7 +106,7 @@ class MedusaConfig:
             yield "lm_head.weight", (self.outputs, self.hidden_size)
 
     def check_fits(self, hidden_size: int, vocab_size: int) -> None:
-        """Raise UserError if the target's hidden size or vocabulary size differs."""
+        """Raise UserError if the target's hidden size or vocabulary size differs from the size in this config."""
         if self.hidden_size != hidden_size:
             raise UserError(
                 f"these heads read states of size {self.hidden_size}, not the target's {hidden_size}: {_THIS_TARGET}"
@@ -196,7 +198,9 @@ class MedusaHeads(nn.Module):
         """
         lm_head: nn.Linear = target.get_output_embeddings()  # type: ignore[operator]  # nn.Module's getattr
         if getattr(lm_head, "bias", None) is not None:
-            raise UserError("the target's lm_head has a bias, which heads do not support: use a target without one")
+            raise UserError(
+                "the target's lm_head has a bias, which heads do not support: use a target without this bias"
+            )
         return MedusaHeads.for_lm_head(lm_head.weight, config)
 
     @staticmethod
@@ -219,8 +223,8 @@ class MedusaHeads(nn.Module):
 
     @torch.no_grad()
     def write_only(self, tokens: Sequence[int], lm_head: Float[Tensor, "vocab hidden"]) -> None:
-        """Set the ``draft_vocab_size`` tokens, in increasing order, with their rows of the target's lm_head."""
-        assert self.lm_head is not None, "the config has a draft_vocab_size"
+        """Set the tokens that the heads can write, in increasing order; copy their rows from the target's lm_head."""
+        assert self.lm_head is not None, "the config must have a draft_vocab_size"
         self.d2t.copy_(d2t_of(tokens))
         self.lm_head.weight.copy_(lm_head[list(tokens)])
 
@@ -230,7 +234,7 @@ class MedusaHeads(nn.Module):
         lm_head: nn.Module | None = None,
         before: Int[Tensor, "heads *batch"] | None = None,
     ) -> Float[Tensor, "heads *batch vocab"]:
-        """Return the logits of all heads at once; to save memory in training, use `head_logits` for one at a time.
+        """Return the logits of all heads at once; to save memory in training, use `head_logits` for one head at a time.
 
         ``before``: token t+1+k for head k, the token before the predicted one; only for heads with a Markov bias.
         """
@@ -280,11 +284,12 @@ class MedusaHeads(nn.Module):
 
 
 class StackedHeads:
-    """All heads of a target as one batch, for decoding: one product per layer of blocks, one for a shared lm_head.
+    """All heads of a target as one batch, for decoding.
 
-    The blocks' weights are stored contiguously and the given heads become views of them, so that no weight is stored
-    twice, even if the heads are stacked again. Heads that are later moved to another device or dtype no longer share
-    these weights. A Markov bias is not applied here but later, when tokens are chosen.
+    Each layer of blocks takes one matrix product, and so does a shared lm_head. The blocks' weights are stored
+    contiguously, and the parameters of the given heads become views of them, so that no weight is stored twice, even if
+    the heads are stacked again. Heads that are later moved to another device or dtype no longer share these weights. A
+    Markov bias is not applied here but later, when tokens are chosen.
     """
 
     def __init__(self, heads: MedusaHeads) -> None:
@@ -339,8 +344,8 @@ def loaded(
 ) -> MedusaHeads:
     """Build heads from these weights, ready to decode, in ``dtype`` (None: the dtype of the weights).
 
-    The heads take over the tensors without copying, and ``weights`` is emptied; another dtype is converted tensor by
-    tensor. Raises UserError, naming ``folder`` as the source, if a weight is not finite in that dtype.
+    The heads take over the tensors without copying, and ``weights`` is emptied. If the dtype changes, one tensor after
+    another is converted. Raises UserError, naming ``folder`` as the source, if a weight is not finite in that dtype.
     """
     check_finite(weights, f"{folder}", "use an earlier checkpoint, or train the heads again")
     stored = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
@@ -360,5 +365,5 @@ def read_config(folder: Path) -> MedusaConfig:
     """Read the ``config.json`` of heads; raise UserError unless it describes heads in `HEADS_FORMAT`."""
     for name, there in ((CONFIG_NAME, (folder / CONFIG_NAME).is_file()), (WEIGHTS_NAME, has_weights(folder))):
         if not there:
-            raise UserError(f"{folder} does not contain Medusa heads, {name} is missing: {_REMEDY}")
+            raise UserError(f"{folder} does not contain Medusa heads, because {name} is missing: {_REMEDY}")
     return read_config_of(MedusaConfig, folder / CONFIG_NAME, HEADS_FORMAT, _REMEDY)

@@ -54,10 +54,10 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal LM from a folder or ORG/NAME[@REVISION], with every weight in safetensors files.
 
-    ``dtype`` may be a name for `parse_dtype`; "auto" keeps the stored dtype, and None means ``fast``. ``device`` None:
-    the first GPU, or the CPU without one; weights that do not fit on the first of several GPUs are spread over all
-    GPUs. The config is compared with the weights before the model is built. Raises UserError for an unknown dtype or
-    device, and if the model cannot be read, lacks weights, or is too large for all GPUs together.
+    ``dtype`` may be a name for `parse_dtype`; "auto" keeps the stored dtype, and None means ``fast``. If ``device`` is
+    None, the first GPU is used, or the CPU if there is no GPU; weights that do not fit on the first of several GPUs are
+    spread over all GPUs. The config is compared with the weights before the model is built. Raises UserError for an
+    unknown dtype or device, and if the model cannot be read, lacks weights, or is too large for all GPUs together.
     """
     kept: torch.dtype | Literal["auto"] = "auto" if dtype == "auto" else parse_dtype(dtype or "fast")
     chosen = None if device is None else parse_device(device)
@@ -143,9 +143,9 @@ def _stored_generation_config(name: str, trust_remote_code: bool) -> GenerationC
 
 def _that_or_base(folder: Path, pattern: str) -> Path:
     """Return the folder if it contains a matching file; otherwise the first base model of its adapters that contains
-    one.
+    such a file.
 
-    Raises UserError if adapters lead back to themselves, here or on the Hub.
+    Raises UserError if the base models lead back to the adapters, on this machine or on the Hub.
     """
     visited = [folder]
     while (base := adapted_model(folder)) is not None and not any(folder.glob(pattern)):
@@ -157,7 +157,7 @@ def _that_or_base(folder: Path, pattern: str) -> Path:
 
 
 def exceeds_first_gpu(folder: Path, dtype: torch.dtype | Literal["auto"]) -> bool:
-    """Return True if there are several GPUs and a folder's weights do not fit in the free memory of the first."""
+    """Return True if there are several GPUs and a folder's weights do not fit into the free memory of the first GPU."""
     if torch.cuda.device_count() < 2:
         return False
     base = adapted_model(folder)
@@ -170,7 +170,7 @@ def exceeds_first_gpu(folder: Path, dtype: torch.dtype | Literal["auto"]) -> boo
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model's folder or Hub id; adapters without one use the base model's tokenizer."""
+    """Load the tokenizer of a model's folder or Hub id; adapters without a tokenizer use that of the base model."""
     folder = _that_or_base(local_folder(name, weights=False), "tokenizer*")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -185,7 +185,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 
 _VOCABULARIES = ("tokenizer*", "*vocab*", "merges*", "*.model", "*.tiktoken", "tekken*")
-_NO_VOCABULARY = "tokenizer.json is missing: copy the tokenizer files of its base model into it"
+_NO_VOCABULARY = "the folder has no tokenizer.json: copy the tokenizer files of the base model into the folder"
 
 
 def _has_vocabulary(folder: Path) -> bool:
@@ -199,7 +199,7 @@ def model_folder(name: str) -> Path:
     if not any((folder / config).is_file() for config in ("config.json", "adapter_config.json")):  # or adapters
         raise UserError(f"{name} does not contain a model: config.json is missing")
     if not any(folder.glob("*.safetensors")):
-        raise UserError(f"{name} lacks .safetensors files: convert its weights (pickled ones are not loaded)")
+        raise UserError(f"{name} lacks .safetensors files: convert its weights (pickled weights are not loaded)")
     return folder
 
 
@@ -207,7 +207,9 @@ _OWN_TOKENIZER = "use a draft trained with the target's tokenizer"
 
 
 def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-    """Raise UserError if the draft's token ids stand for different texts than the target's; padding may differ."""
+    """Raise UserError if the draft's token ids stand for different texts than the target's token ids. The padding of
+    the two vocabularies may differ.
+    """
     target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
     differing = [token for token, index in draft_vocab.items() if target_vocab.get(token, index) != index]
     unknown = [token for token in draft_vocab if token not in target_vocab]
@@ -248,9 +250,9 @@ def load_draft(
 ) -> CausalLM:
     """Load a draft model in the target's dtype and on its device, with fixed shapes if the target has them.
 
-    If ``tokenizer`` (the target's) is given and ``other_tokenizer`` is False, the draft's tokenizer must match it;
-    `OtherTokenizerDrafter` accepts any tokenizer. A folder marked by `vocabulary.write_output_tokens` becomes a draft
-    with a trimmed vocabulary.
+    If ``tokenizer``, the tokenizer of the target, is passed and ``other_tokenizer`` is False, the draft's tokenizer
+    must match ``tokenizer``; `OtherTokenizerDrafter` accepts any tokenizer. A folder marked by
+    `vocabulary.write_output_tokens` becomes a draft with a trimmed vocabulary.
     """
     if dspark_folder(name) is not None:
         raise UserError(f"{name} is a DSpark draft, not a draft model: pass it as dspark:{name}")
@@ -258,7 +260,7 @@ def load_draft(
         raise UserError(f"{name} is an EAGLE-3 draft, not a draft model: pass it as eagle3:{name}")
     draft = load_model(name, target.dtype, target.device, trust_remote_code)
     wider = "a dtype of a wider range, such as bf16, or " if target.dtype == torch.float16 else ""
-    parameters, remedy = dict(draft.named_parameters()), f"use {wider}an earlier checkpoint of it"
+    parameters, remedy = dict(draft.named_parameters()), f"use {wider}an earlier checkpoint of the draft"
     check_finite(parameters, f"the draft {name} in {target.dtype}", remedy)
     if tokenizer is not None and not other_tokenizer:
         own_tokenizer = load_tokenizer(name, trust_remote_code)
@@ -278,9 +280,9 @@ def dspark_folder(name: str | Path) -> Path | None:
 
 
 def load_dspark(name: str | Path, target: CausalLM) -> DSparkDraft:
-    """Load a DSpark or DFlash draft in the target's dtype and on its device; sizes are checked before weights.
+    """Load a DSpark or DFlash draft in the target's dtype and on its device; sizes are checked before weights are read.
 
-    Raises UserError if its embedding or lm_head differs from the target's.
+    Raises UserError if the embedding or lm_head in the folder differs from that of the target.
     """
     folder = local_folder(name)
     if not is_dspark_folder(folder):
@@ -297,10 +299,10 @@ def eagle3_folder(name: str | Path) -> Path | None:
 
 
 def load_eagle3(name: str | Path, target: CausalLM) -> Eagle3Draft:
-    """Load an EAGLE-3 draft in the target's dtype and on its device; sizes are checked before weights.
+    """Load an EAGLE-3 draft in the target's dtype and on its device; sizes are checked before weights are read.
 
-    Afterwards its config names the target's layers, even if they are the default layers. Raises UserError if its
-    embedding differs from the target's.
+    The loaded draft's config names the target's layers, even if they are the default layers. Raises UserError if the
+    embedding in the folder differs from that of the target.
     """
     folder = local_folder(name)
     if not is_eagle3_folder(folder):

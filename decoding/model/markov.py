@@ -42,7 +42,7 @@ class MarkovBias(nn.Module):
         hidden: Float[Tensor, "*nodes hidden"],
         memory: Float[Tensor, "*nodes rank"],
     ) -> tuple[Float[Tensor, "*nodes rank"], Float[Tensor, "*nodes rank"]]:
-        """Return the factor that `output` multiplies after these tokens, and the memory for the next position.
+        """Return the factor (the vector that `output` reads) after these tokens, and the memory for the next position.
 
         ``hidden`` is the lm_head's input at the position, and ``memory`` is zero in a block's first slot.
         """

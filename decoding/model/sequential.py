@@ -22,8 +22,8 @@ from decoding.model.forward import ModelOutput, run_model
 
 MOST_FED_AGAIN = 8
 """Up to this many accepted tokens of a row wait to run together with a draft; if more are waiting, the next step runs
-them alone. The value was chosen from 0, 4, 8, 12, 16, 24 and 32 by counts in the loop, for acceptance 0.3 to 0.9
-(dev/log/2026-11-25.md).
+them alone. The value was chosen from 0, 4, 8, 12, 16, 24 and 32 by counts from the decoding loop, for acceptance rates
+from 0.3 to 0.9 (dev/log/2026-11-25.md).
 """
 
 
@@ -43,7 +43,7 @@ class SequentialCache(PreallocatedCache):
         return self._new is not None and self._rows[row].waiting > MOST_FED_AGAIN
 
     def begin_row(self, row: int, block: Sequence[int], restarts: bool = False) -> list[int]:
-        """Announce a pass that appends a block to a row; return the tokens to run: the waiting ones, then the block.
+        """Announce a pass that appends a block to a row; return the tokens to run: the waiting tokens, then the block.
 
         ``restarts``: the model cannot run several tokens after a cached text, so it runs the whole text.
         """
@@ -183,12 +183,13 @@ class SequentialSteps:
         last: bool = False,
         taps: Sequence[int] = (),
     ) -> ModelOutput:
-        """Run a chain of tokens after each of the ``rows`` (None: the first ones).
+        """Run a chain of tokens after each of the ``rows`` (None: the first rows).
 
-        Returns (rows, tokens, hidden) and (rows, tokens, vocab), with shorter rows padded. ``last``: return only each
-        row's last token. ``taps``: also return the states of all tokens of each block.
+        Returns hidden states (rows, tokens, hidden) and logits (rows, tokens, vocab); shorter rows are padded.
+        ``last``: return these only for each row's last token. ``taps``: also return the states of all tokens of each
+        block.
         """
-        assert isinstance(cache, SequentialCache), "a cache from another model"
+        assert isinstance(cache, SequentialCache), "the cache comes from another model"
         outputs = [
             self._run_row(block, cache, row, last, taps)
             for row, block in zip(range(len(blocks)) if rows is None else rows, blocks, strict=True)

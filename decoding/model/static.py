@@ -1,4 +1,4 @@
-"""Steps with fixed shapes, for target and draft, as CUDA graphs require; they also run on a CPU.
+"""Steps with fixed shapes, for target and draft, as CUDA graphs require them. Such steps also run on a CPU.
 
 A step's shape is rounded up to a bucket (rows, nodes, keys). Everything that changes from step to step (tokens, depths,
 the tree's mask, the start of each row) is copied into tensors with fixed addresses. The graph computes positions,
@@ -53,7 +53,9 @@ def row_bucket(rows: int) -> int:
 
 
 def node_bucket(rows: int, nodes: int) -> int:
-    """Round up each row's ``nodes`` to a power of two up to `_FREE_TOKENS` in all rows, and otherwise to a bucket."""
+    """Round up the ``nodes`` of each row to a power of two if all rows together then have at most `_FREE_TOKENS` nodes,
+    and otherwise to the next of `NODE_BUCKETS`.
+    """
     power = 1 << (nodes - 1).bit_length()
     if rows * power <= _FREE_TOKENS:
         return power
@@ -77,7 +79,7 @@ class TreeLayout:
 
     shapes: tuple[TreeShape, ...]
     firsts: tuple[int, ...]
-    """Number of nodes of each tree that are already cached; the step runs the others."""
+    """Number of nodes of each tree that are already cached; the step runs the other nodes."""
 
     @property
     def counts(self) -> list[int]:
@@ -89,7 +91,7 @@ class StaticInputs:
 
     ``tokens`` (rows, nodes) · ``starts`` (rows,): position of each row's root in the cache · ``firsts`` (rows,): number
     of cached nodes · ``depths`` (rows, nodes): depths of the running nodes · ``key_depths`` (rows, span): depths of all
-    nodes · ``hidden_from`` (rows, nodes, span): true if a node must not attend to another.
+    nodes · ``hidden_from`` (rows, nodes, span): true if a node must not attend to another node.
     """
 
     def __init__(self, rows: int, nodes: int, span: int, device: torch.device) -> None:
@@ -123,8 +125,8 @@ class StaticInputs:
     def _fill_layout(self, layout: TreeLayout) -> None:
         host, (firsts, depths, key_depths) = _side_by_side(self._tree_shapes, self._tree.device, True)
         hidden_from = torch.ones(self.hidden_from.shape, dtype=torch.bool, pin_memory=self._tree.is_cuda)
-        # Every node, even padding, attends to at least one key: in fp16 a softmax over no keys is NaN, and the NaN
-        # would stay in the cache.
+        # Every node, even padding, attends to at least one key.
+        # In fp16 a softmax over no keys is NaN, and the NaN would stay in the cache.
         hidden_from.diagonal(dim1=1, dim2=2).fill_(False)
         for row, (shape, first) in enumerate(zip(layout.shapes, layout.firsts, strict=True)):
             own = len(shape) - first
@@ -149,9 +151,9 @@ def _side_by_side(shapes: Shapes, device: torch.device, on_host: bool = False) -
 
 
 class StaticSteps:
-    """Runner of one model's steps on one cache, with a graph per bucket used.
+    """Runner of one model's steps on one cache, with one graph for each bucket that is used.
 
-    In the mode ``auto``, steps switch to dynamic shapes as soon as one cannot be recorded.
+    In the mode ``auto``, all steps switch to dynamic shapes as soon as a step cannot be recorded.
     """
 
     def __init__(
@@ -191,10 +193,10 @@ class StaticSteps:
         first: Sequence[int] | None = None,
         taps: Sequence[int] = (),
     ) -> ModelOutput:
-        """Run a tree after each of the first rows; return (rows, nodes, hidden) and (rows, nodes, vocab), with padding.
+        """Run ``trees[i]`` after row i; return hidden states (rows, nodes, hidden) and logits (rows, nodes, vocab).
 
-        Row i runs its nodes from ``first[i]`` on; earlier nodes are cached. ``taps``: also return these nodes' states
-        after these layers. The model's next step overwrites the results.
+        Smaller trees are padded. Row i runs its nodes from ``first[i]`` on; earlier nodes are cached. ``taps``: also
+        return these nodes' states after these layers. The model's next step overwrites the results.
         """
         layout = TreeLayout(tuple(tree.shape for tree in trees), tuple(first or [0] * len(trees)))
         tokens: Tensor | list[list[int]]
@@ -209,9 +211,9 @@ class StaticSteps:
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, cache: PreallocatedCache) -> ModelOutput:
-        """Run one token after each of the first rows; ``tokens`` (rows,) is on the device.
+        """Run ``tokens[i]`` after row i; ``tokens`` (rows,) is on the device.
 
-        Returns (rows, 1, hidden) and (rows, 1, vocab).
+        Returns hidden states (rows, 1, hidden) and logits (rows, 1, vocab).
         """
         layout = TreeLayout((TreeShape.chain(0),) * len(tokens), (0,) * len(tokens))
         return self._run(layout, tokens[:, None], cache) or self._dynamic.step(tokens, cache)
@@ -246,7 +248,7 @@ class StaticSteps:
         )
 
     def _try(self, bucket: "_Bucket") -> ModelOutput | None:
-        """Run a bucket's step. If it fails and may fail, warn, drop all graphs and return None."""
+        """Run a bucket's step. If it fails in the mode ``auto``, warn, drop all graphs and return None."""
         try:
             return bucket.run()
         except Exception as error:  # any type of error, because the model's code ran
@@ -313,7 +315,7 @@ class StaticSteps:
 
 
 class _Bucket:
-    """Steps of one shape: their inputs, and their CUDA graph once recorded."""
+    """Steps of one shape: their inputs, and their CUDA graph once it is recorded."""
 
     def __init__(self, owner: StaticSteps, cache: PreallocatedCache, size: Size) -> None:
         assert cache.device is not None, "a prefill comes before the first step"
@@ -351,8 +353,8 @@ class _Bucket:
         if self._owner.pool is None:
             self._owner.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the GPU during capture: a training run's next batch, NCCL's watchdog. The outer context
-        # restores the stream, because after a failed capture torch leaves its own stream as the current one.
+        # Other threads may use the GPU during capture: for a training run's next batch, or as NCCL's watchdog.
+        # The outer context restores the stream: after a failed capture, torch leaves its own stream as the current one.
         with (
             torch.cuda.stream(before),
             torch.cuda.graph(graph, pool=self._owner.pool, capture_error_mode="thread_local"),

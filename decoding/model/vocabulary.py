@@ -25,8 +25,8 @@ def most_frequent_tokens(
     """Return the ``count`` most frequent of ``vocab_size`` tokens in texts of token ids, in increasing order.
 
     Among equally frequent tokens the lowest ids come first. If the texts contain fewer different tokens, the lowest ids
-    fill the rest: the usual tokenizers number tokens by their frequency in the tokenizer's own data. The tokens
-    ``always`` are chosen before all others; they should contain the EOS tokens.
+    fill the rest: the usual tokenizers number tokens by their frequency in the tokenizer's own data. The tokens in
+    ``always`` are chosen before all other tokens; they should include the EOS tokens.
     """
     if count < max(1, len(set(always))):
         raise UserError(f"count is {count}: use at least 1, and at least the {len(set(always))} tokens in always")
@@ -74,13 +74,13 @@ def with_filled_vocabulary(draft: CausalLM) -> PreTrainedModel:
 def tokens_of(d2t: Int[Tensor, " outputs"]) -> Int[Tensor, " outputs"]:
     """Return the target's token for each output, in increasing order.
 
-    ``d2t`` contains, for each output, its token minus the output's number, as in folders of speculators.
+    ``d2t`` contains, for each output, the id of its token minus the number of the output, as in folders of speculators.
     """
     return torch.arange(len(d2t), device=d2t.device) + d2t
 
 
 def d2t_of(tokens: Sequence[int]) -> Int[Tensor, " outputs"]:
-    """Return the differences whose `tokens_of` are these tokens, on the CPU."""
+    """Return the ``d2t``, on the CPU, for which `tokens_of` returns these tokens."""
     return torch.tensor(tokens) - torch.arange(len(tokens))
 
 
@@ -107,7 +107,7 @@ def over_vocabulary(
 
 
 def _with_lm_head(model: PreTrainedModel, weight: Tensor, bias: Tensor | None) -> PreTrainedModel:
-    """Copy the model with its own frozen lm_head; all other weights are shared."""
+    """Copy the model, with a frozen lm_head made from ``weight`` and ``bias``; all other weights are shared."""
     lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     lm_head.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:

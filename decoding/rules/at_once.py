@@ -74,8 +74,8 @@ def padded(lists: Sequence[Sequence[int]], fill: int) -> list[list[int]]:
 
 def walk(batch: Undecided) -> Int[Tensor, "rows 3"]:
     """Decide by `sampled_verify`: at each row's current node draw a token with the uniform number of the node's depth,
-    and follow it. Returns the last node of each row, the token after it (the vocabulary's size if no token has weight),
-    and how many numbers the row's source must skip.
+    and move to the child with this token. Returns the last node of each row, the token after it (the vocabulary's size
+    if no token has weight), and how many numbers the row's source must skip.
     """
     deepest = max(tree.shape.max_depth for tree in batch.trees)
     uniforms, roots = batch.uniforms(deepest + 1), batch.sent(batch.first)
@@ -102,7 +102,7 @@ def _still(walking: Bool[Tensor, " rows"]) -> Int[Tensor, " some"]:
 
 
 class _Try(NamedTuple):
-    """A child to try, and the row of the q from which the child was drawn (-1: all mass is on the child's token)."""
+    """A child to try, and the index of the row of q from which it was drawn (-1: all mass is on the child's token)."""
 
     parent: int
     child: int
@@ -152,7 +152,8 @@ def _siblings(batch: Undecided, like: Float[Tensor, "flat vocab"], by_depth: boo
 def reject(batch: Undecided) -> Int[Tensor, "rows 3"]:
     """Decide by `recursive_rejection`; return the same as `walk`.
 
-    Every path to a node has tried the same children, so each try reads a number at a known index.
+    Whenever a node is reached, the same children have been tried before. So each try reads the random number at a known
+    index.
     """
     shapes, p = [tree.shape for tree in batch.trees], batch.p()
     ends = batch.sent(padded([_tries(shape)[1] for shape in shapes], 0))
@@ -165,7 +166,7 @@ def reject(batch: Undecided) -> Int[Tensor, "rows 3"]:
         residual = (now - q).clamp(min=0)
         total = residual.sum(-1, keepdim=True)
         ratio = now.gather(1, token) / q.gather(1, token)
-        # Without a residual p = q up to rounding, and a rejection has probability 0.
+        # Without a residual, p equals q up to rounding, and a rejection has probability 0.
         kept = tried & ((number[children] < ratio[:, 0]) | (total[:, 0] == 0))
         keeps[children], open_[parents] = kept, tried & ~kept
         p[parents] = torch.where(tried[:, None] & (total > 0), residual / total, now)
@@ -177,9 +178,9 @@ def reject(batch: Undecided) -> Int[Tensor, "rows 3"]:
 def climb(batch: Undecided) -> Int[Tensor, "rows 3"]:
     """Decide chains drawn from q by `traversal_verification`; return the same as `walk`.
 
-    This does the same as `traverse` with a third of the kernels. Every node below the root was drawn from q, so chains
-    with grafted nodes go to `traverse`. On the way down the chain, A needs no random number. Then, from the deepest
-    node up to the root, the next number decides whether a node is kept. The letters are as in the rule.
+    The function does the same as `traverse` with a third of the kernels. Every node below the root was drawn from q, so
+    chains with grafted nodes go to `traverse`. On the way down the chain, A needs no random number. Then, from the
+    deepest node up to the root, the next number decides whether a node is kept. The letters are as in the rule.
     """
     depths = [tree.shape.max_depth for tree in batch.trees]
     deepest, own = max(depths), batch.sent(depths)[:, None]
@@ -279,8 +280,8 @@ def _drawn(
 
 @lru_cache(maxsize=256)
 def _tries(shape: TreeShape) -> tuple[list[int], list[int]]:
-    """Return for each node the index of the number that tries it, and the index of the number drawn if no child is
-    kept.
+    """Return, for each node, the index of the random number with which the node is tried, and the index of the number
+    that draws the next token if no child of the node is kept.
     """
     before, index = [0] * len(shape), [0] * len(shape)
     for node, children in enumerate(shape.children):

@@ -1,4 +1,4 @@
-"""The tree with the most accepted tokens, built from measured acceptance."""
+"""The tree that is expected to have the most accepted tokens, built from measured acceptance."""
 
 import heapq
 import math
@@ -15,8 +15,8 @@ Paths = tuple[tuple[int, ...], ...]
 
 
 def best_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> Paths:
-    """Return the ``nodes`` tree paths most likely to be accepted, shorter paths first; paths never accepted are left
-    out.
+    """Return the ``nodes`` tree paths that are most likely to be accepted, shorter paths first. Paths that were never
+    accepted are left out.
 
     ``accuracies[d][r]`` is the share of steps in which the rank-r token (from 0) of head d (from 0) was right. Heads
     are treated as independent, so the probability of a path is the product of the shares along it. This product never
@@ -42,7 +42,7 @@ def best_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> Paths:
 
 
 def expected_accepted(tree: Sequence[Sequence[int]], shares: Sequence[Sequence[float]]) -> float:
-    """Return the expected accepted tokens: the sum over all nodes of the product of shares along the path.
+    """Return the expected number of accepted tokens: the sum over all nodes of the product of shares along the path.
 
     This is F(T). The root is not counted, because the target writes the root's token.
     """

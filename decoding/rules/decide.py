@@ -1,7 +1,8 @@
-"""Verdicts for the rows of a batch: applies the sampling controls to the target's logits, and then the rule of each
-row. On an accelerator (except MPS), rows with the same rule are decided together if `decoding.rules.at_once` has a
-function for the rule and these proposals. On a CPU rows are decided one by one, because a single row fits into the
-processor's cache and stops as soon as it is decided; only large batches of `sampled_verify` are decided together.
+"""Verdicts for the rows of a batch: the sampling controls are applied to the target's logits, and then each row is
+decided by its rule. On an accelerator (except MPS), rows with the same rule are decided together if
+`decoding.rules.at_once` has a function for the rule and these proposals. On a CPU rows are decided one by one, because
+a single row fits into the processor's cache, and its computation stops as soon as the row is decided; only large
+batches of `sampled_verify` are decided together.
 """
 
 from collections.abc import Sequence
@@ -32,8 +33,8 @@ def decide(
     """Return a verdict for each row: the accepted path and the target's own token after it.
 
     In ``logits`` shorter rows are padded. ``history`` has a row for each node of each tree, one tree after the other;
-    it is None if no control reads the history. ``rule`` None means the lossless rule that fits each proposal. At
-    temperature 0 every rule is the greedy rule: the argmax decides.
+    it is None if no control reads the history. If ``rule`` is None, each proposal is decided by the lossless rule that
+    fits it. At temperature 0 every rule is the greedy rule: the argmax decides.
     """
     trees = [proposal.tree for proposal in proposals]
     target = _Target(trees, logits, sampling, history)

@@ -11,10 +11,10 @@ from decoding.errors import UserError
 
 
 def inverse_cdf(weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-    """Draw one token per row in proportion to its weights (any positive sum), from uniforms in [0, 1).
+    """Draw one token per row in proportion to its weights (any positive sum), from uniform numbers in [0, 1).
 
-    Runs on the weights' device without waiting for it; the uniforms may be on the host. Never draws a token of weight
-    0. For a row with NaN or without any weight the result is ``vocab``, an invalid id.
+    The draws are made on the weights' device without waiting for it; the uniforms may be on the host. A token of weight
+    0 is never drawn. For a row with NaN or without any weight the result is ``vocab``, an invalid id.
     """
     cumulative = _cumulative(weights)
     thresholds = cumulative[:, -1:] * uniforms.to(cumulative.device, non_blocking=True)[:, None]
@@ -46,10 +46,10 @@ class RandomSource(Protocol):
     """A source of random decisions: a generator in decoding, an enumerator of all outcomes in the exactness tests."""
 
     def accept(self, probability: float) -> bool:
-        """Return True with probability ``min(1, probability)``; never at 0."""
+        """Return True with probability ``min(1, probability)``; never return True if it is 0."""
 
     def draw(self, weights: Float[Tensor, " vocab"]) -> int:
-        """Draw an index in proportion to ``weights`` (any positive sum); never one of weight 0."""
+        """Draw an index in proportion to ``weights`` (any positive sum); never draw an index of weight 0."""
 
 
 NO_WEIGHT = "no token has any weight: loosen the sampling controls; a processor may forbid every token"
@@ -101,8 +101,7 @@ class GeneratorSource:
         return self.uniform() < probability
 
     def draw(self, weights: Float[Tensor, " vocab"]) -> int:
-        # `inverse_cdf` of a single row without the row axis: faster, which matters because it runs for every drafted
-        # token.
+        # `inverse_cdf` for a single row without the row axis. This is faster, and it runs for every drafted token.
         cumulative = _cumulative(weights)
         token = int(torch.searchsorted(cumulative, cumulative[-1] * self.uniform(), right=True))
         if token == len(weights):
@@ -113,11 +112,11 @@ class GeneratorSource:
 def draw_rows_without_replacement(
     weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, "rows count"]
 ) -> Int[Tensor, "rows count"]:
-    """Draw up to ``count`` distinct indices per row, from uniforms in [0, 1).
+    """Draw up to ``count`` distinct indices per row, from uniform numbers in [0, 1).
 
-    Each draw is in proportion to the weights of the indices left. Runs on the weights' device without waiting for it;
-    the uniforms may be on the host. Once no index of a row has weight left, or if the weights are NaN, the result is
-    ``vocab``, which is not an index.
+    Each draw is in proportion to the weights of the remaining indices. The draws are made on the weights' device
+    without waiting for it; the uniforms may be on the host. Once no index of a row has weight left, or if the weights
+    are NaN, the result is ``vocab``, which is not an index.
     """
     if not weights.is_mps:  # MPS has no float64
         uniforms = uniforms.to(weights.device, non_blocking=True)

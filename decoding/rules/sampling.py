@@ -21,7 +21,7 @@ from decoding.rules.tree import TokenTree
 class LogitsProcessor(Protocol):
     """A change to the logits that depends on the text alone, such as any logits processor of `transformers`.
 
-    It must keep no state between calls, because it also sees drafted texts that are rejected later.
+    A processor must keep no state between calls, because it also sees drafted texts that are rejected later.
     """
 
     def __call__(
@@ -42,7 +42,7 @@ class ForPromptLength:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Sampling controls, with the meanings of `transformers`. Temperature 0 is greedy decoding.
+    """Sampling controls, with the same meanings as in `transformers`. Temperature 0 is greedy decoding.
 
     The repetition penalty applies to the tokens of the prompt and the output.
     """
@@ -93,7 +93,8 @@ class HistoryRows(NamedTuple):
     A tensor that no control reads is None.
 
     ``seen`` (rows, vocab) bool: true for tokens of the prompt or the output. ``texts`` (rows, longest) long: the text
-    of row i is the first ``lengths[i]`` entries; the rest is padding. ``prompt_lengths``: tokens of each row's prompt.
+    of row i is the first ``lengths[i]`` entries; the rest is padding. ``prompt_lengths``: the number of tokens in each
+    row's prompt.
     """
 
     seen: Tensor | None = None
@@ -119,7 +120,7 @@ class HistoryRows(NamedTuple):
         )
 
     def groups(self) -> Iterator[tuple[Int[Tensor, " group"], Int[Tensor, "group length"], int]]:
-        """Yield groups of rows with equal text and prompt length: their indices, their texts, and the prompt length."""
+        """Yield groups of rows with equal lengths of text and prompt: row indices, texts, and the prompt's length."""
         assert self.texts is not None, "processors need the texts"
         members: dict[tuple[int, int], list[int]] = {}
         for row, lengths in enumerate(zip(self.lengths, self.prompt_lengths, strict=True)):
@@ -134,7 +135,7 @@ def _padded(texts: Int[Tensor, "rows length"], longest: int) -> Int[Tensor, "row
 
 
 class History:
-    """The history of one text, updated as the text grows. It takes no time if no control reads it."""
+    """The history of one text, updated as the text grows. A history that no control reads takes no time."""
 
     def __init__(
         self, sampling: SamplingConfig, prompt_length: int, vocab_size: int, device: torch.device | str
@@ -212,14 +213,14 @@ def adjusted_logits(
     assert history is not None, "penalties and processors need the history"
     logits = _widened(logits)
     if sampling.needs_seen:
-        assert history.seen is not None, "a repetition penalty needs the tokens seen"
+        assert history.seen is not None, "a repetition penalty needs the tokens that were seen"
         penalty = sampling.repetition_penalty
         logits = torch.where(history.seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
     return _processed(logits, sampling, history) if sampling.processors else logits
 
 
 def best_tokens(logits: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows"]:
-    """Return the token with the largest logit, the lowest id on ties."""
+    """Return the token with the largest logit; on ties, return the lowest id."""
     return logits.max(-1).indices  # argmax takes six times as long for bf16 on a CPU
 
 
@@ -238,7 +239,7 @@ def _processed(
             result = processor(texts, scores)
             if result.shape != scores.shape:
                 raise UserError(
-                    f"processor {type(processor).__name__} returned shape {tuple(result.shape)} for scores of "
+                    f"processor {type(processor).__name__} returned shape {tuple(result.shape)} for scores of shape "
                     f"{tuple(scores.shape)}: return one score for each token of each row"
                 )
             scores = result

@@ -1,4 +1,4 @@
-"""Token trees, proposed by a drafter and verified by one target pass; and proposals.
+"""Token trees, which a drafter proposes and one target pass verifies, and the proposals that contain them.
 
 Node 0 is the root: the last emitted token, whose keys and values the target has not computed yet. Every other node is a
 drafted token that follows its parent. A chain is a tree with one branch. A drafter passes a proposal to an acceptance
@@ -19,7 +19,7 @@ from torch import Tensor
 from decoding.errors import UserError
 
 MOST_NODES = 4096
-"""Largest number of nodes of a tree in a file or a recipe. Its mask takes 16 MiB."""
+"""Largest number of nodes of a tree in a file or a recipe. The mask of such a tree takes 16 MiB."""
 
 
 def checked_paths(paths: object, vocab_size: int) -> tuple[tuple[int, ...], ...]:
@@ -40,7 +40,9 @@ def checked_paths(paths: object, vocab_size: int) -> tuple[tuple[int, ...], ...]
         if path[:-1] not in known:
             raise UserError(f"tree path {shown} lacks its parent: add {reprlib.repr(list(path[:-1]))} to the paths")
         if path[-1] >= vocab_size:
-            raise UserError(f"tree path {shown} has a rank of {path[-1]}: use ranks below the {vocab_size} tokens")
+            raise UserError(
+                f"tree path {shown} has a rank of {path[-1]}: use ranks below {vocab_size}, the number of tokens"
+            )
         known.add(path)
     return tuple(map(tuple, paths))
 
@@ -48,7 +50,7 @@ def checked_paths(paths: object, vocab_size: int) -> tuple[tuple[int, ...], ...]
 def _checked_path(path: object) -> tuple[int, ...]:
     """Return the path as a tuple; raise UserError unless it is a non-empty list of ranks."""
     if not isinstance(path, list | tuple) or not path:
-        raise UserError(f"tree path {reprlib.repr(path)} is not a list of ranks: use one such as [0, 1]")
+        raise UserError(f"tree path {reprlib.repr(path)} is not a list of ranks: use a list such as [0, 1]")
     for rank in path:
         if type(rank) is not int or rank < 0:
             raise UserError(f"tree path {reprlib.repr(path)} contains {reprlib.repr(rank)}: use whole numbers from 0")
@@ -86,8 +88,8 @@ class TreeShape:
         """Build a shape from paths of child ranks, as Medusa writes its trees (``medusa_choices``).
 
         ``(0, 2)`` is the third best child (rank 2) of the best child of the root. Every prefix of a path must be
-        listed; otherwise UserError is raised. Returns the shape, and the rank among its siblings of each node but the
-        root. Nodes are ordered by depth, then by path, with the best sibling first.
+        listed; otherwise UserError is raised. Returns the shape and, for each node except the root, the node's rank
+        among its siblings. Nodes are ordered by depth, then by path, with the best sibling first.
         """
         ordered = sorted({tuple(path) for path in paths} - {()}, key=lambda path: (len(path), path))
         node_of: dict[tuple[int, ...], int] = {(): 0}
@@ -121,7 +123,7 @@ class TreeShape:
 
     @cached_property
     def inner(self) -> dict[int, int]:
-        """The nodes with children, in increasing order, each mapped to its index among them."""
+        """The nodes with children, in increasing order, each mapped to its index among these nodes."""
         return {node: number for number, node in enumerate(sorted({*self.parents[1:]}))}
 
     @cached_property
@@ -310,7 +312,7 @@ class ProposalKind(Enum):
 
 
 class DrawnPart(NamedTuple):
-    """The drawn part of a grafted proposal: the first ``nodes`` of its tree (root included), drawn as ``kind``."""
+    """The drawn part of a grafted proposal: the first ``nodes`` nodes of the tree with the root, drawn as ``kind``."""
 
     nodes: int
     kind: ProposalKind
@@ -324,8 +326,8 @@ class Proposal:
     distribution, after every sampling control, from which the first child of the node was drawn. In a chain, row i
     belongs to node i. Deterministic proposals have ``q`` None.
 
-    ``drawn`` is the drawn part of a grafted proposal, None for any other. ``matched`` is the length of the suffix of
-    the text that a lookup found earlier in the text; without a lookup it is 0.
+    ``drawn`` is the drawn part of a grafted proposal, and None for any other proposal. ``matched`` is the length of the
+    suffix of the text that a lookup found earlier in the text; without a lookup it is 0.
     """
 
     tree: TokenTree
@@ -337,7 +339,9 @@ class Proposal:
     def __post_init__(self) -> None:
         if (self.q is None) == self.kind.has_q:
             raise ValueError(f"a {self.kind.value} proposal {'needs q' if self.q is None else 'must not carry q'}")
-        assert (self.drawn is not None) == (self.kind is ProposalKind.GRAFTED), f"drawn part of a {self.kind.value} one"
+        assert (self.drawn is not None) == (self.kind is ProposalKind.GRAFTED), (
+            f"drawn part of a {self.kind.value} proposal"
+        )
         if self.q is not None and len(self.q) != len(self.q_rows):
             raise ValueError(f"q has {len(self.q)} rows, but {len(self.q_rows)} nodes have drawn children")
 

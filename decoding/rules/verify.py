@@ -1,9 +1,9 @@
 """Acceptance rules: which drafted tokens the target keeps, and which token it writes after them.
 
 Each rule is a pure function of a proposal, the target's distribution at every node, and a random source. p is the
-target's distribution and q the draft's, after every sampling control. A *lossless* rule emits tokens distributed
-exactly as p for any q. The tests prove this for three tokens and small trees by enumerating every outcome. In the
-formulas (y)+ is the positive part of y, and delta(x) is the distribution with all mass on x.
+target's distribution and q is the draft's distribution, both after every sampling control. A *lossless* rule emits
+tokens distributed exactly as p for any q. The tests prove this for three tokens and small trees by enumerating every
+outcome. In the formulas (y)+ is the positive part of y, and delta(x) is the distribution with all mass on x.
 """
 
 import math
@@ -49,7 +49,7 @@ class Rule:
         """Raise UserError unless the rule was derived for these kinds, and for trees unless ``are_chains``."""
         if unfit := sorted(kind.value for kind in kinds if kind not in self.kinds):
             fitting = " or ".join(sorted(kind.value for kind in self.kinds))
-            raise UserError(f"the {self.name} rule takes {fitting} proposals, not {' or '.join(unfit)} ones")
+            raise UserError(f"the {self.name} rule takes {fitting} proposals, not {' or '.join(unfit)} proposals")
         if self.chains_only and not are_chains:
             raise UserError(f"the {self.name} rule takes chains only: use traversal verification for trees")
 
@@ -70,10 +70,11 @@ def greedy(proposal: Proposal, target_scores: Float[Tensor, "nodes vocab"], sour
 def sampled_verify(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
     """Draw a token from p at each node: move to the child with this token, or write it if there is none.
 
-    Lossless for any draft, however its tokens were chosen. Each written token takes exactly one draw from ``source``,
-    from p in its context, as in plain decoding. If the drafter draws nothing from ``source``, the text is therefore
-    the one that plain decoding writes with the same seed. A child drawn from q is kept with probability sum over x of
-    p(x) q(x). Rejection keeps it at least as often: with probability sum over x of min(p(x), q(x)).
+    The rule is lossless for any draft, however the draft's tokens were chosen. Each written token takes exactly one
+    draw from ``source``, from p in its context, as in plain decoding. If the drafter draws nothing from ``source``, the
+    text is therefore the one that plain decoding writes with the same seed. A child drawn from q is kept with
+    probability sum over x of p(x) q(x). Rejection keeps the child at least as often: with probability sum over x of
+    min(p(x), q(x)).
     """
     tree = proposal.tree
     path: list[int] = []
@@ -98,9 +99,9 @@ def recursive_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], sou
 
     A deterministic child x counts as drawn from delta(x), as in Medusa (2401.10774) and EAGLE (2401.15077): it is kept
     with probability p(x), and the order of the children does not matter. For such children, the distribution of
-    verdicts is the same as with `sampled_verify`. Grafted children come after the drawn ones, with q = delta(x). With
-    one drawn child and one grafted child x, a child is kept with probability p(x) + sum over y != x of min(p(y), q(y)),
-    at least as often as with either child alone.
+    verdicts is the same as with `sampled_verify`. Grafted children come after the drawn children, with q = delta(x).
+    With one drawn child and one grafted child x, a child is kept with probability p(x) + sum over y != x of min(p(y),
+    q(y)). That is at least as often as with either child alone.
     """
     tree = proposal.tree
     path: list[int] = []
@@ -128,8 +129,8 @@ def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], 
 
     Every node has a probability A of being kept: 1 at the root, and min(1, A p(x)/q(x)) at child x of a node with A. A
     leaf is kept with probability A; then the target writes from p. A rejected child changes its parent: p becomes the
-    normalised (A p - q)+, and A becomes S/(S + (1 - A)), with S the sum of (A p - q)+. The next child in draw order is
-    tried with this p and A. If all children of a node are rejected, the node is kept with its last A and the target
+    normalised (A p - q)+, and A becomes S/(S + (1 - A)), where S is the sum of (A p - q)+. The next child in draw order
+    is tried with this p and A. If all children of a node are rejected, the node is kept with its last A and the target
     writes from its last p; otherwise the node is also rejected. A deterministic x counts as drawn from delta(x).
 
     On a chain this is block verification (Sun et al. 2403.10444). In expectation it keeps at least as many tokens as
@@ -139,8 +140,8 @@ def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], 
 
     def entered(node: int, kept: float) -> _Visit:
         """Return the visit of ``node`` with A = ``kept`` and no child tried yet."""
-        # The product A p is all that the formulas use. At a leaf a token is only drawn from p, so the scale of p does
-        # not matter.
+        # The product A p is all that the formulas use.
+        # At a leaf a token is only drawn from p, so the scale of p does not matter.
         mass = p[node] * kept if tree.shape.children[node] else p[node]
         return node, kept, mass, _children_with_q(proposal, node, mass)
 
@@ -163,8 +164,8 @@ def traversal_verification(proposal: Proposal, p: Float[Tensor, "nodes vocab"], 
         residual = (mass - q_now).clamp_(min=0)  # the tried child is rejected
         left = float(residual.sum())
         if left == 0:
-            # Without a residual the node is rejected. At the root this means that p equals q up to rounding, as in
-            # token rejection.
+            # Without a residual the node is rejected.
+            # At the root this means that p equals q up to rounding, as in token rejection.
             kept = 0.0
             children = iter(())
             continue
@@ -209,8 +210,8 @@ UNDRAWN = "a drafted token has q = 0: it was not drawn from the recorded q"
 def typical_acceptance(epsilon: float = 0.09, delta: float = 0.3) -> Rule:
     """Make the rule of Medusa's typical acceptance (2401.10774, section 2.3.1): lossy.
 
-    A drafted x passes if p(x) > min(epsilon, delta * exp(-entropy of p)). The longest path of passing tokens is kept;
-    on ties, the path that is likeliest under p. The target then writes from p after the last kept token.
+    A drafted token x passes if p(x) > min(epsilon, delta * exp(-entropy of p)). The longest path of passing tokens is
+    kept; on ties, the path that is likeliest under p. The target then writes from p after the last kept token.
     """
     decide = partial(typical, epsilon=epsilon, delta=delta)
     return Rule("typical acceptance", lossless=False, kinds=_ANY, decide=decide)
@@ -270,9 +271,9 @@ def lossless_rule(proposal: Proposal) -> Rule:
 def lossless_rule_for(kind: ProposalKind, is_chain: bool) -> Rule:
     """Return the default lossless sampling rule for proposals of this kind.
 
-    With q, the rule is block verification for sampled chains and traversal verification for all others; these rules
-    keep the most tokens. Without q, it is `sampled_verify`: for deterministic tokens all rules keep equally many in
-    expectation, and this one writes the same text as plain decoding with the same seed.
+    With q, the rule is block verification for sampled chains and traversal verification for all other proposals; these
+    rules keep the most tokens. Without q, the rule is `sampled_verify`: for deterministic tokens all rules keep equally
+    many tokens in expectation, and this rule writes the same text as plain decoding with the same seed.
     """
     if not kind.has_q:
         return SAMPLED_VERIFY

@@ -75,7 +75,7 @@ def test_heads_that_claim_to_be_enormous_are_refused_before_they_are_built(
         ({"shared_lm_head": "false"}, "shared_lm_head is 'false': use true or false"),
         ({"tree": [[0.0]]}, r"tree path \[0.0\] contains 0.0: use whole"),
         ({"tree": [[0], [1, 0]]}, r"tree path \[1, 0\] lacks its parent"),
-        ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "the tree is 4 deep, but there are 3 heads"),
+        ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "the tree has depth 4, but there are 3 heads"),
         ({"tree": [[0]] * (MOST_NODES + 1)}, f"the tree has {MOST_NODES + 1} nodes: use at most {MOST_NODES}"),
     ],
     ids=lambda value: str(value)[:30],

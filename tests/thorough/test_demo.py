@@ -163,7 +163,7 @@ def test_a_sampled_race_writes_the_text_of_its_seed_and_its_label(models: Models
     ("entry", "sentence"),
     [
         ({"prompt": " \n"}, "the prompt is empty"),
-        ({"prompt": "a" * 90}, "a prompt of 90 tokens and 24 new ones exceed the target's context of 96"),
+        ({"prompt": "a" * 90}, "a prompt of 90 tokens and 24 new tokens exceed the target's context of 96"),
         ({"prompt": "a" * (LONGEST_PROMPT + 1)}, f"the prompt has {LONGEST_PROMPT + 1} characters"),
         ({"drafter": "owl"}, "no drafter is called 'owl': choose one of lookup, tree, twin"),
         ({"temperature": -1}, "temperature is -1"),
@@ -171,8 +171,8 @@ def test_a_sampled_race_writes_the_text_of_its_seed_and_its_label(models: Models
         ({"max_new_tokens": 0}, f"max new tokens is 0: enter a whole number from 1 to {MOST_NEW_TOKENS}"),
         ({"seed": 1.5}, "seed is 1.5"),
         ({"depth": 0}, "depth is 0"),
-        ({"rule": "typical"}, "the typical acceptance rule needs a temperature above 0, but it is 0"),
-        ({"rule": "greedy", "temperature": 1}, "the greedy rule needs temperature 0, but it is 1"),
+        ({"rule": "typical"}, "the typical acceptance rule needs a temperature above 0, but the temperature is 0"),
+        ({"rule": "greedy", "temperature": 1}, "the greedy rule needs temperature 0, but the temperature is 1"),
         ({"rule": "token", "temperature": 1}, "the token rejection rule takes"),
     ],
 )

@@ -99,7 +99,7 @@ def test_taps_are_spread_from_the_second_layer_to_the_last_but_one() -> None:
 def test_a_target_of_one_layer_and_one_of_two_widths_have_no_layer_to_read() -> None:
     with pytest.raises(ValueError, match="target_layer_ids"):
         started(tiny_model("llama", num_hidden_layers=1))
-    with pytest.raises(ValueError, match="lm_head is 12 wide, but its layers are 16"):
+    with pytest.raises(ValueError, match="lm_head reads states of size 12, but its layers write size 16"):
         started(tiny_model("opt"))
 
 

@@ -83,7 +83,7 @@ def test_a_padded_draft_is_measured_without_the_peer_that_cannot_take_it(tiny_ll
 def test_what_cannot_be_measured_is_refused_before_anything_runs(tiny_llama: CausalLM) -> None:
     with pytest.raises(ValueError, match="list of prompts is empty"):
         evaluate(tiny_llama, standard_methods(tiny_llama, {}, GREEDY), [], GREEDY)
-    with pytest.raises(ValueError, match="a prompt of 90 tokens and 12 new ones exceed the target's context of 96"):
+    with pytest.raises(ValueError, match="a prompt of 90 tokens and 12 new tokens exceed the target's context of 96"):
         evaluate(tiny_llama, [], [*PROMPTS, (1,) * 90], EvaluationConfig(max_new_tokens=12))
     with pytest.raises(ValueError, match="setting is 'beam'"):
         EvaluationConfig(settings=("beam",))

@@ -282,7 +282,7 @@ def test_without_counters_baseline_or_token_counts_figures_are_dashes_and_said_s
         "The server counted no drafts (greedy, concurrency 1)",
         "A server did not report how many tokens its answers have",
     ]
-    assert "The speed-up is unknown, greedy." in printed
+    assert "The speed-up is unknown (greedy)." in printed
     assert all(note in (tmp_path / "out" / "report.html").read_text() for note in report["notes"])
 
 

@@ -308,7 +308,9 @@ def test_prompts_that_a_draft_cannot_hold_are_left_out_and_none_at_all_is_refuse
 ) -> None:
     spec = DrafterSpec("draft", "short", {})
     assert Planner(tiny_llama, load, [spec], PROMPTS, FAST).prompts == [(4, 5, 6), (7, 8), (9, 10, 11)]
-    with pytest.raises(ValueError, match="no prompt and 16 new tokens fit into the 19 tokens that target and drafters"):
+    with pytest.raises(
+        ValueError, match="no prompt fits, with 16 new tokens, into the 19 tokens that target and drafters"
+    ):
         Planner(tiny_llama, load, [spec], PROMPTS[3:], FAST)
 
 

@@ -136,7 +136,7 @@ def test_every_architecture_may_be_spread(devices: Devices, family: str) -> None
 def test_steps_of_fixed_shapes_are_refused_on_several_devices(devices: Devices) -> None:
     model = spread(tiny_model("llama"), devices)
     with pytest.raises(
-        ValueError, match="spread over 2 devices, but steps of fixed shapes run on one: leave static out"
+        ValueError, match="spread over 2 devices, but steps of fixed shapes run on one device: leave static out"
     ):
         CausalLM(model, static="graphs")
 

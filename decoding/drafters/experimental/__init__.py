@@ -1,1 +1,3 @@
-"""Drafters that are not the fastest in any table of results. They are small, and as lossless as all others."""
+"""Drafters that are not the fastest in any table of results. Their code is short, and they are as lossless as all other
+drafters.
+"""

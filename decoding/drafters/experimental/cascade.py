@@ -1,13 +1,13 @@
-"""A cascade (Spector and Re 2308.04623; Chen et al. 2312.11462): a small draft drafts for a larger draft.
+"""A cascade (Spector and Re 2308.04623; Chen et al. 2312.11462): a small draft writes guesses for a larger draft.
 
 The small draft writes a chain, and one pass of the large draft verifies it with a lossless rule. These two steps repeat
 after the kept tokens until the large draft's chain is complete; then the target verifies the chain. So the large draft
-runs fewer passes than it drafts tokens.
+needs fewer passes than the chain has tokens.
 
 Let q be the large draft's distribution of the next token. Because the rule is lossless, every token of the chain is a
-draw from q, whatever the small draft guessed, and the chain's length does not depend on the draws. For the target's
-rule it is as if the large draft had drafted alone: a sampled chain with its q. At temperature 0 the chain is the one
-that the large draft writes greedily.
+draw from q, whatever the small draft guessed, and the chain's length does not depend on the draws. The target's rule
+therefore gets what it would get from the large draft alone: a sampled chain with its q. At temperature 0 the chain is
+the one that the large draft writes greedily.
 """
 
 from collections.abc import Sequence
@@ -34,10 +34,11 @@ _NO_TEXT = torch.empty(0)
 
 
 class CascadeDrafter(Drafter):
-    """Drafter of a chain of ``tokens`` by ``draft``, for which ``small`` drafts up to ``small_tokens`` at a time.
+    """Drafter of a chain of ``tokens`` tokens, written by the model ``draft``.
 
-    Both drafts use the target's tokenizer. Above temperature 0 the chain is drawn from the distribution of ``draft``
-    unless ``sampled`` is False; it ends early if processors forbid every token that this draft knows.
+    The model ``small`` makes ``draft`` faster: it guesses up to ``small_tokens`` tokens at a time, which ``draft``
+    verifies. Both models use the target's tokenizer. Above temperature 0 the chain is drawn from the distribution of
+    ``draft``, unless ``sampled`` is False; the chain ends early if processors forbid every token that ``draft`` knows.
     """
 
     name = "cascade"
@@ -64,7 +65,7 @@ class CascadeDrafter(Drafter):
         return frozenset({self.growth.kind(sampling)})
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> "CascadeSession":
-        # The large draft runs the small draft's chain, and before it any tokens of the text that are not in its cache.
+        # The large draft runs the tokens of the text that are not in its cache, and then the small draft's chain.
         large, small = (
             DraftState(draft, target, sampling, rows, max_length, 2 * self.max_nodes + self.growth.tree.max_depth)
             for draft in (self.draft, self.small)
@@ -109,11 +110,11 @@ class CascadeSession(RowsSession):
         depths = [min(request.max_depth, request.max_nodes - 1, self._drafter.tokens) for request in requests]
         if any(depth > 0 for depth in depths):
             for row, request in enumerate(requests):
-                # Drop the tokens that the target rejected of the last chain from the caches of both drafts.
+                # Drop those tokens of the last chain that the target rejected from the caches of both drafts.
                 if (common := common_length(self._texts[row], request.tokens)) < len(self._texts[row]):
                     self._rewind(row, common)
                     for state in (self._large, self._small):
-                        state.rows.admit(row, self._starts[row])  # a history only grows
+                        state.rows.admit(row, self._starts[row])  # because a history can only grow
                 self._texts[row] = list(request.tokens)
             return self._draft(requests, depths)
         return [Proposal.root_only(request.tokens[-1], self._drafter.draft.device) for request in requests]
@@ -179,8 +180,8 @@ class CascadeSession(RowsSession):
                 _Judged(verdict, None) for verdict in decide(guesses, scores, SamplingConfig(), None, None, sources)
             ]
         q = probabilities(flat, sampling, history)
-        # An extra last token, which means "none", has all the mass if no token is allowed. The logarithms are logits of
-        # the same q.
+        # An extra last token, which means "none", has all the mass if no token is allowed.
+        # The logarithms are logits of the same q.
         massless = q.isnan().any(-1, keepdim=True)
         scores = torch.cat([q.masked_fill(massless, 0), massless.to(q)], -1).log()
         padded = [guess if guess.q is None else replace(guess, q=F.pad(guess.q, (0, 1))) for guess in guesses]

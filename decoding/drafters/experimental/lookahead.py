@@ -10,11 +10,11 @@ goes into the pool. The levels move down by one, and the predicted tokens become
 positions together). The n-grams in the pool that begin with the text's last token are the tree's other branches: the
 guesses that the same pass verifies.
 
-The tree depends on the text and on the logits of earlier passes, never on this step's random numbers. So it is
+The tree depends on the text and on the logits of earlier passes, never on this step's random numbers. So the tree is
 deterministic, and a rule for deterministic proposals is lossless at any temperature: given all earlier steps the tree
-is fixed, and each token is drawn from the target's distribution in its context. A path of the window may therefore be
-accepted as well. The predictions are the target's argmax without sampling controls, which affects only how often they
-are accepted.
+is fixed, and each token is drawn from the target's distribution after the tokens before it. A path of the window may
+therefore be accepted as well. The predictions are the target's argmax without sampling controls, which affects only how
+often they are accepted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ class LookaheadDrafter(Drafter):
 
     ``guesses`` limits the number of n-grams kept for each first token, and so also the number of branches tried in a
     step. The pool also contains the n-grams of the prompt and the output. If a step has no room for the whole window,
-    it runs guesses only.
+    only the guesses run.
     """
 
     name = "lookahead"
@@ -137,7 +137,7 @@ class _Window:
             yield [*trunk, *column[1:]]
 
     def _keep(self, ngram: Sequence[int]) -> None:
-        """Put an n-gram into the pool; drop the oldest with the same first token if there are too many."""
+        """Put an n-gram into the pool. Of more than ``guesses`` n-grams with the same first token, drop the oldest."""
         rests = self._pool.setdefault(ngram[0], {})
         rest = tuple(ngram[1:])
         rests.pop(rest, None)

@@ -1,8 +1,8 @@
 """A draft model whose tokenizer differs from the target's: the two models exchange text.
 
-Follows `transformers`' universal assisted generation (``assistant_tokenizer``). At every step the draft's tokenizer
-encodes the text again, and the target's tokenizer encodes the draft's continuation. This is slower than a draft with
-the same tokenizer.
+The method is `transformers`' universal assisted generation (``assistant_tokenizer``). In every step the draft's
+tokenizer encodes the text again, and the target's tokenizer encodes the draft's continuation. This is slower than a
+draft with the same tokenizer.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import Proposal, ProposalKind, TokenTree, common_length
 
-_LOOKBEHIND = 10  # earlier tokens that are encoded together with new ones, which are then split as in the whole text
+_LOOKBEHIND = 10  # number of earlier tokens encoded before new text, so that it is split as in the whole text
 _HALF = "\ufffd"  # replacement character, written by decoders for the bytes of an incomplete character
 
 
 class OtherTokenizerDrafter(TextDrafter):
-    """Drafter of a chain: the draft's greedy continuation of the text by ``tokens`` tokens of the draft.
+    """Drafter of a chain: the draft's greedy continuation of the text by ``tokens`` tokens of the draft's vocabulary.
 
     The chain depends only on the text, so it is deterministic at any temperature.
     """
@@ -43,10 +43,10 @@ class OtherTokenizerDrafter(TextDrafter):
         largest = max(draft_tokenizer.get_vocab().values())
         if largest >= draft.vocab_size:
             raise UserError(
-                f"the draft's tokenizer has token {largest}, but the draft has {draft.vocab_size} tokens: use its own "
-                "tokenizer"
+                f"the draft's tokenizer has token {largest}, but the draft has {draft.vocab_size} tokens: use the "
+                "draft's own tokenizer"
             )
-        self.draft = draft.with_static(None)  # a static model has one cache
+        self.draft = draft.with_static(None)  # a static model has only one cache
         self.draft_tokenizer = draft_tokenizer
         self.target_tokenizer = target_tokenizer
         self.tokens = tokens

@@ -1,1 +1,1 @@
-"""Planning for this machine: from measured costs and acceptance to the best drafter, depth and tree."""
+"""Planning for this machine: measured costs and acceptance lead to the best drafter, depth and tree."""

@@ -19,11 +19,13 @@ Load = Callable[[DrafterSpec], Drafter]
 
 _PRIOR_TRIALS = 2.0
 _FALL = 0.5
-"""Prior of a rank's share relative to the share of the previous rank; it counts as `_PRIOR_TRIALS` trials."""
+"""Assumed ratio of a rank's share to the share of the previous rank; this assumption counts as `_PRIOR_TRIALS` trials.
+"""
 DEEPEST_CHAIN = 10
 """Length of the longest chain tried with a draft model if the spec does not give a length."""
 _TOP_SHARE, _SHARE_FALL, _DEPTH_FALL = 0.6, 0.5, 0.85
-"""Typical shares for the first tree: the share of the top token, and its factors per rank and per depth."""
+"""Typical acceptance for the first tree: the share of top tokens that are accepted, and the factors by which this share
+falls from rank to rank and from depth to depth."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ def family_of(spec: DrafterSpec, load: Load, most_nodes: int, most_depth: int) -
     the spec does not set its length.
 
     For heads and DSpark drafts the plan may choose any tree, unless the spec sets a tree or tokens. For draft models,
-    lookups and other drafters of chains it chooses the length, up to the tokens in the spec. Hybrids, and trees that
-    the spec sets, are measured in their only size.
+    lookups and other drafters of chains the plan chooses the length, up to the number of tokens in the spec. Hybrids,
+    and trees that the spec sets, are measured in their only size.
     """
     drafter, given = load(spec), set(spec.options)
     if isinstance(drafter, MedusaDrafter | DSparkDrafter) and not given & {"tree", "tokens"}:
@@ -80,7 +82,7 @@ def family_of(spec: DrafterSpec, load: Load, most_nodes: int, most_depth: int) -
 def first_tree(depth: int, ranks: int, nodes: int) -> Paths:
     """Return the tree for the first measurement of acceptance, chosen for typical heads.
 
-    It contains the whole chain, because a chain that is better than typical must be measured to its end.
+    The tree contains the whole chain, because a chain that is better than typical must be measured to its end.
     """
     shares = [[_TOP_SHARE * _DEPTH_FALL**level * _SHARE_FALL**rank for rank in range(ranks)] for level in range(depth)]
     chain = {(0,) * length for length in range(1, min(depth, nodes) + 1)}
@@ -99,7 +101,7 @@ class RankCounts:
         """How often the child of this rank was accepted at these nodes."""
 
     def add(self, tree: TokenTree, accepted: Sequence[int]) -> None:
-        """Count one pass over ``tree``. ``accepted`` lists its accepted nodes from the root down."""
+        """Count one pass over ``tree``. ``accepted`` lists the accepted nodes of the tree from the root down."""
         path = (0, *accepted)
         for depth, node in enumerate(path):
             for rank, child in enumerate(tree.shape.children[node]):

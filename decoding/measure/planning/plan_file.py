@@ -18,12 +18,12 @@ from decoding.measure.planning.step_costs import LEAST_GAIN
 
 FORMAT = "headstart plan 1"
 _KEYS = frozenset({"cells", "curves", "drafters", "dtype", "fingerprints", "hardware", "temperature"})
-_REMEDY = "make one with `headstart plan`"
+_REMEDY = "make a plan with `headstart plan`"
 
 
 def plan_fingerprints(target: str, specs: Sequence[DrafterSpec], trusted: bool = False) -> dict[str, Any]:
-    """Return the fingerprint of the target and, by spec, the fingerprint of each drafter's weights (null without
-    weights).
+    """Return the fingerprints of the target and, by spec, of each drafter's weights; None for a drafter without
+    weights.
     """
     return {
         "target": stored_fingerprint(target, trusted),
@@ -65,7 +65,7 @@ class Plan:
     def check(self, target: str, dtype: str, trusted: bool = False) -> list[str]:
         """Return warnings; raise UserError if the plan was made for other weights or another dtype.
 
-        ``target`` is a folder or Hub id, ``dtype`` a torch name such as ``bfloat16``.
+        ``target`` is a folder or Hub id, and ``dtype`` is a torch name such as ``bfloat16``.
         """
         if dtype != self.content["dtype"]:
             raise UserError(
@@ -90,7 +90,7 @@ class Plan:
         return sorted({cell["batch_size"] for cell in self.content["cells"]})
 
     def choice(self, batch_size: int) -> dict[str, Any] | None:
-        """Return the choice with the greatest speed-up at the nearest batch size; None if plain decoding is fastest."""
+        """Return the fastest planned form of any drafter at the nearest batch size, or None for plain decoding."""
         fastest: dict[str, Any] = max(
             (choice["best"] for choice in self._choices(batch_size)), key=lambda best: best["speedup"]
         )
@@ -104,8 +104,8 @@ class Plan:
     def drafter_of(self, fingerprint: str) -> dict[str, Any]:
         """Return the plan's drafter with these weights; raise UserError if there is none.
 
-        If several drafters share the weights, such as heads alone and in a hybrid, return the first with a choice of
-        sizes: only such drafters have a planned tree or depths.
+        If several drafters share the weights, such as heads alone and in a hybrid, return the first drafter for which
+        the plan could choose a size: only such drafters have a planned tree or depths.
         """
         weights = self.content["fingerprints"]["drafters"]
         with_them = [drafter for drafter in self.content["drafters"] if weights[drafter["drafter"]] == fingerprint]
@@ -115,5 +115,5 @@ class Plan:
         return drafter
 
     def best_of(self, spec: str) -> dict[str, Any]:
-        """Return the choice at batch size 1 for the drafter with this spec in the plan."""
+        """Look up the drafter with this spec, and return what the plan chose for it at batch size 1."""
         return next(choice for choice in self._choices(1) if choice["drafter"] == spec)

@@ -1,4 +1,4 @@
-"""The planner: measures acceptance and costs, then chooses a form of each drafter at every batch size."""
+"""The planner: it measures acceptance and costs, and then chooses a form of each drafter for every batch size."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,8 @@ from decoding.rules.best_tree import Paths, best_tree, expected_accepted
 from decoding.rules.sampling import SamplingConfig
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Numbers of tokens in the measured passes; all except 1 are also sizes of the tried trees, including the root."""
+"""Numbers of tokens in the measured passes. All numbers except 1 are also the sizes, including the root, of the trees
+that are tried."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class PlanConfig:
 
 
 class CostSurvey:
-    """Measurement of costs with several drafters. It calls ``advance`` after the curve and after each drafter.
+    """Measurement of costs with several drafters. It calls ``advance`` after the cost curve and after each drafter.
 
     Prompts that, together with their new tokens, are too long for the target or a drafter are left out.
     """
@@ -74,7 +75,7 @@ class CostSurvey:
         ]
         if not self.prompts:
             raise UserError(
-                f"no prompt and {config.max_new_tokens} new tokens fit into the {longest} tokens that target and "
+                f"no prompt fits, with {config.max_new_tokens} new tokens, into the {longest} tokens that target and "
                 "drafters support: use shorter prompts or lower --max-new-tokens"
             )
         self._text_tokens = round(fmean(map(len, self.prompts)) + config.max_new_tokens / 2)
@@ -90,8 +91,11 @@ class CostSurvey:
         }
 
     def costs_at(self, rows: int) -> tuple[dict[str, Any], list[StepCosts]]:
-        """Measure at a batch size; return the target's passes as JSON values, and the costs with each drafter."""
-        # Passes up to the largest draft of any drafter.
+        """Measure costs at a batch size.
+
+        Returns the seconds of target passes as JSON values, and the costs of the steps with each drafter.
+        """
+        # Only passes up to the size of the largest draft are measured.
         largest, seconds = max(drafter.max_nodes for drafter in self.drafters), self.config.seconds
         sizes = self.config.sizes[: 1 + sum(size < largest for size in self.config.sizes)]
         prefix = self._text_tokens
@@ -111,7 +115,7 @@ _LEAST_TO_SPLIT = 8
 
 @dataclass
 class MeasuredFamily:
-    """A family with its candidates and their measured tokens per pass, and step costs at every batch size."""
+    """A family with its candidates, their measured tokens per pass, and the costs of its steps at every batch size."""
 
     family: Family
     candidates: list[Candidate]
@@ -173,7 +177,7 @@ class Planner(CostSurvey):
     # --- acceptance ---------------------------------------------------------------------------------------------------
 
     def decode(self, family: Family, prompts: Sequence[Sequence[int]]) -> tuple[list[StepCount], RankCounts]:
-        """Decode the prompts; return the counts of steps without prefills, and of accepted nodes by rank.
+        """Decode the prompts; return the counts of every step except prefills, and counts of accepted nodes by rank.
 
         Raises UserError if every text ended with its first token.
         """
@@ -204,7 +208,10 @@ class Planner(CostSurvey):
         return MeasuredFamily(family, candidates)
 
     def _trees(self, family: Family, counts: RankCounts) -> list[Candidate]:
-        """Return the chains, and the best tree for every depth and size if acceptance at each depth is independent."""
+        """Return the chains, and for every depth and size the best tree.
+
+        The best tree is computed as if acceptance at each depth did not depend on other depths.
+        """
         shares = counts.shares()
         if not shares:  # every text ended at once
             raise UserError("every text was too short for a whole tree: raise --max-new-tokens or use other prompts")
@@ -221,7 +228,10 @@ class Planner(CostSurvey):
         return list(by_tree.values())
 
     def _judged(self, measured: MeasuredFamily, prediction: Prediction) -> Prediction:
-        """Replace a tree's predicted tokens per pass by its measured ones, on prompts not used to choose it."""
+        """Replace the predicted tokens per pass of a tree by the measured number.
+
+        The number is measured on prompts that were not used to choose the tree.
+        """
         if measured.family.kind != "tree":
             return prediction
         spec = prediction.candidate.spec
@@ -236,7 +246,7 @@ class Planner(CostSurvey):
         costs = measured.costs[rows]
         prediction = self._judged(measured, best(measured.candidates, costs))
         straight = self._judged(measured, best(measured.chains, costs)) if measured.chains else None
-        if straight is not None and straight.speedup > prediction.speedup:  # possible: judged on other prompts
+        if straight is not None and straight.speedup > prediction.speedup:  # the judging prompts may differ
             prediction = straight
         return {
             "drafter": str(measured.family.spec),

@@ -16,21 +16,21 @@ from decoding.model.causal_lm import CausalLM
 from decoding.policies import Budget
 
 DEEPEST = 8
-"""Tokens of the longest chain considered."""
+"""Number of tokens of the longest chain considered."""
 
 
 class Published(NamedTuple):
     """Acceptance of a published draft. ``rates``: its per-position acceptance."""
 
     draft: str
-    """The kind of draft, a key of the drafters of `Prospects`."""
+    """The kind of draft: a key of the mapping of drafters that `Prospects` receives."""
     name: str
     rates: tuple[float, ...]
     source: str
 
 
 def equal_rates(tokens: float, depth: int) -> tuple[float, ...]:
-    """Return the constant per-position acceptance at which a chain of ``depth`` yields ``tokens`` per target pass."""
+    """Return the constant per-position acceptance at which a chain of ``depth`` tokens yields ``tokens`` per pass."""
     rate = break_even({depth: tokens})
     assert rate is not None, "a chain cannot yield more than its depth + 1 tokens"
     return (rate,) * depth
@@ -42,11 +42,12 @@ PUBLISHED = (
     Published("dspark", "DFlash, Qwen3-8B, maths", equal_rates(5.33, 7), "2607.05147, July 2026, GSM8K, T=1"),
     Published("draft", "115M, Llama-2-7B-Chat", (1 - 1 / 2.3,) * DEEPEST, "2403.00858, March 2024, at most 2.3 a pass"),
 )
-"""DFlash is a low estimate for DSpark: its five layers accept less than the two of DSpark in recipes (2607.05147)."""
+"""DFlash gives a low estimate for DSpark: DFlash's five layers reach a lower acceptance than the two layers of DSpark
+in the recipes (2607.05147)."""
 
 
 class Prospects(CostSurvey):
-    """Measured costs of untrained drafters by kind; drafters with random weights take as much time as trained ones."""
+    """Measured costs of untrained drafters, by kind. Random weights do not change how long a drafter takes."""
 
     def __init__(
         self, target: CausalLM, drafters: Mapping[str, Drafter], prompts: Sequence[Sequence[int]], config: PlanConfig

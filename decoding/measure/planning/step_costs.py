@@ -26,11 +26,11 @@ from decoding.rules.best_tree import Paths
 LEAST_GAIN = 1.02
 """Speed-up below which speculation is not worth turning on."""
 BLOCK = 4
-"""Number of consecutive steps with one budget. The first is not counted, because it includes the cost of the switch."""
+"""Number of consecutive steps with one budget. The first step is not counted: it includes the cost of the switch."""
 _SIZES = 7
-"""Largest number of budgets measured for a drafter; the costs of all others are computed."""
+"""Largest number of budgets measured for a drafter; the costs of all other budgets are computed."""
 _HICCUP = 3.0
-"""Steps longer than this multiple of the median of their kind are left out: see `_typical`."""
+"""Steps that take longer than this multiple of the median for their kind are left out: see `_typical`."""
 _MOST_TEXTS = 400
 _ROUNDS = 4
 """After this many rounds a survey may end without samples of budgets for which texts are too short."""
@@ -57,7 +57,7 @@ class StepSurvey:
     name = "step survey"
 
     def __init__(self, budgets: Sequence[Budget], rows: int, samples: int) -> None:
-        """Plan a survey that ends when every budget has ``samples`` steps with all ``rows``."""
+        """Plan a survey that ends when each budget has been measured in ``samples`` steps, each with ``rows`` texts."""
         # Plain steps come before each pair of budgets, because every speed-up depends on their seconds.
         order = [turn for index in range(0, len(budgets), 2) for turn in (NO_DRAFT, *budgets[index : index + 2])]
         self._turns: Iterator[Budget] = cycle([budget for budget in order for _ in range(BLOCK)])
@@ -70,7 +70,8 @@ class StepSurvey:
     def is_done(self, in_time: bool = True) -> bool:
         """Return True once every budget has all samples.
 
-        After the time limit, one sample of each budget or `_ROUNDS` rounds suffice.
+        Once the time limit has passed, measuring stops as soon as each budget has one sample or `_ROUNDS` rounds have
+        run.
         """
         if not in_time and self._left <= 0:
             return True
@@ -81,8 +82,8 @@ class StepSurvey:
         return next(self._turns)
 
     def observe(self, budget: Budget, steps: Sequence[StepCount], draft: float, verify: float, total: float) -> None:
-        """Record a step's seconds unless the budget just changed, rows are missing, or a text had no room for the
-        draft.
+        """Record a step's seconds, unless the budget has just changed, some rows have no text, or a text had no room
+        for the draft.
         """
         first, self._last = budget != self._last, budget
         no_room = any(step.room < budget.depth for step in steps)
@@ -96,12 +97,12 @@ class StepSurvey:
 
 
 def _typical(samples: Sequence[tuple[int, StepSeconds]]) -> StepSeconds:
-    """Return the mean seconds of the steps, without hiccups. ``samples`` are pairs of drafted tokens and seconds.
+    """Return the mean seconds of the steps, without hiccups. ``samples`` are pairs (number of drafted tokens, seconds).
 
     The mean is used because speed-ups are ratios of sums. On a busy machine plain steps, which are limited by memory,
     slow down more than wide steps. A lookup has steps with and without a draft, and a draft may take as long as several
     plain steps. A hiccup is therefore a step that takes more than `_HICCUP` times the median of all steps that drafted
-    at least as much.
+    at least as many tokens.
     """
     most = {
         size: _HICCUP * statistics.median(step.total for drafted, step in samples if drafted >= size)
@@ -214,7 +215,7 @@ def _fitted(points: Sequence[tuple[Sequence[float], float]], at: Sequence[float]
 class Candidate:
     """A form of a drafter: its spec, its size, and its tokens per target pass.
 
-    ``tree``: the paths of a tree chosen by the plan; otherwise empty.
+    ``tree``: the paths of the tree, if the plan chose a tree; otherwise empty.
     """
 
     spec: DrafterSpec
@@ -250,16 +251,16 @@ class Prediction:
 
 
 def best(candidates: Sequence[Candidate], costs: StepCosts) -> Prediction:
-    """Return the candidate with the greatest speed-up at these costs; among equals, the one with the fewest nodes."""
+    """Return the candidate with the greatest speed-up at these costs; if several are equal, the smallest one."""
     predictions = [Prediction(candidate, costs.step(candidate.budget), costs.plain) for candidate in candidates]
     return max(predictions, key=lambda prediction: (prediction.speedup, -prediction.candidate.budget.nodes))
 
 
 def depth_by_batch_size(chains: Mapping[int, float], costs: Mapping[int, StepCosts]) -> list[tuple[int, int, int]]:
-    """Return the best chain depth for every batch size up to the largest measured, as (first, last, depth) ranges.
+    """Return the best chain depth for every batch size up to the largest measured one, as ranges (first, last, depth).
 
-    ``chains`` maps depth to tokens per target pass. ``costs`` maps measured batch sizes to costs; between them, costs
-    are interpolated linearly. Depth 0 is plain decoding.
+    ``chains`` maps depth to tokens per target pass. ``costs`` maps measured batch sizes to costs; for batch sizes
+    between them, costs are interpolated linearly. Depth 0 is plain decoding.
     """
     sizes = sorted(costs)
     ranges: list[tuple[int, int, int]] = []

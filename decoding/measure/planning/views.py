@@ -63,11 +63,11 @@ def basis(plan: Mapping[str, Any]) -> str:
 # --- before any training ----------------------------------------------------------------------------------------------
 
 NAMES = {"heads": "heads", "dspark": "DSpark draft", "draft": "small draft"}
-"""Names of the kinds of drafts for readers."""
+"""Names of the kinds of drafts, as readers see them."""
 _PAYS = (
-    "Lowest per-position acceptance at which a chain of this length is faster; – if it never is. "
-    "Measured with random weights: heads that share the lm_head, a DSpark draft as in the recipes, and one layer of "
-    "the target as a small draft."
+    "Lowest per-position acceptance at which a chain of this length is faster; – means that it never is. "
+    "The measured drafts have random weights: heads that share the lm_head, a DSpark draft as in the recipes, and one "
+    "layer of the target as a small draft."
 )
 _REACHED = "Acceptance depends on target, texts and training: published figures are a guide, not a promise."
 
@@ -87,7 +87,7 @@ def break_even_table(plan: Mapping[str, Any]) -> Table:
 
 
 def published_table(plan: Mapping[str, Any]) -> Table:
-    """Return a table with a row per published draft: its speed-up here at each batch size."""
+    """Return a table with a row per published draft, which shows its speed-up on this machine at each batch size."""
     cells = plan["prospects"]
     sizes = [f"batch {cell['batch_size']}" for cell in cells]
     heading = _heading("Speed-up on this machine at published acceptance")

@@ -1,1 +1,1 @@
-"""Tests whether an engine, in this process or on a server, writes what its target would write (`headstart verify`)."""
+"""Tests of an engine in this process or on a server: does it write what its target would write (`headstart verify`)?"""

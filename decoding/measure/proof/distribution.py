@@ -30,13 +30,13 @@ def log_probability(reference: Reference, texts: Sequence[EngineText], alpha: fl
         total = total.plus(of_text)
     p_value, least = total.p_value, total.least_found(alpha)
     seen = (
-        f"{total.tokens:,} tokens, mean log-probability {total.shift:+.3f} nats from its expectation "
+        f"in {total.tokens:,} tokens the mean log-probability is {total.shift:+.3f} nats from its expectation "
         f"(standard error {total.standard_error:.3f}, z = {total.z:+.1f}; a shift of {least:.2f} would be detected)"
     )
     if total.impossible:
         seen += f"; {total.impossible} tokens have probability 0 under the target's controls"
     if loose:
-        seen += f"; {loose} at the border of top-k, top-p or min-p are excluded"
+        seen += f"; {loose} tokens at the border of top-k, top-p or min-p are excluded"
     return judged(
         "mean log-probability",
         p_value >= alpha,
@@ -58,13 +58,15 @@ def written_p(value: float) -> str:
 
 
 def likely_beginnings(reference: Reference, prompt: Sequence[int], draws: int) -> dict[tuple[int, ...], Tensor]:
-    """Return p, (vocab,) in fp64, after each beginning of fewer than `DEPTH` tokens that is expected ``_CONTEXT``
-    times. The target alone determines the beginnings; the empty beginning () is the prompt.
+    """Return p, (vocab,) in fp64, after each beginning of fewer than `DEPTH` tokens that is expected at least
+    ``_CONTEXT`` times in ``draws`` texts.
+
+    The target alone determines the beginnings; the empty beginning () is the prompt.
     """
     p_after: dict[tuple[int, ...], Tensor] = {}
     level: dict[tuple[int, ...], float] = {(): float(draws)}
     while level:
-        rows = reference.after([(*prompt, *path) for path in level], len(prompt)).cpu()  # as the counts are
+        rows = reference.after([(*prompt, *path) for path in level], len(prompt)).cpu()  # the counts are on the CPU too
         p_after |= dict(zip(level, rows, strict=True))
         level = {
             (*path, token): expected * float(row[token])

@@ -3,7 +3,7 @@
 `prove_rule` checks any rule, such as your own; the tests use it for the rules in `decoding.rules.verify`.
 
 A program takes a `RandomSource` and runs once for each path of choices. The source replays a script. After the end of
-the script it takes the first option of each choice and records the other options as new scripts.
+the script, the source takes the first option of each choice and records the other options as new scripts.
 """
 
 from collections import defaultdict
@@ -80,7 +80,7 @@ RowKind = Literal["dense", "zeros", "one-hot", "mixed"]
 
 
 class ContextModel:
-    """A language model as a table of float64 next-token probabilities, for every context of up to ``depth``."""
+    """A language model as a table of float64 next-token probabilities, for every context of up to ``depth`` tokens."""
 
     def __init__(self, rows: dict[Context, Tensor]) -> None:
         self._rows = rows
@@ -101,7 +101,7 @@ class ContextModel:
         return self._rows[context]
 
     def after(self, begin: Context) -> "ContextModel":
-        """Return the model of texts after these first tokens."""
+        """Return the model of the texts that follow these first tokens."""
         known = len(begin)
         return ContextModel({context[known:]: row for context, row in self._rows.items() if context[:known] == begin})
 
@@ -185,7 +185,7 @@ def sampled_draft(shape: TreeShape, q: ContextModel, kind: ProposalKind) -> Draf
 
 
 def deterministic_draft(shape: TreeShape, children_of: Callable[[Context, int], Sequence[int]]) -> Draft:
-    """Make a draft of a tree with the children ``children_of(context, count)``."""
+    """Make a draft of a tree in which the children of each node are ``children_of(context, count)``."""
     context_of: dict[int, Context] = {0: ()}
     for node, children in enumerate(shape.children):
         for child, token in zip(children, children_of(context_of[node], len(children)), strict=True):
@@ -196,7 +196,7 @@ def deterministic_draft(shape: TreeShape, children_of: Callable[[Context, int], 
 
 
 def grafted_draft(drawn: Draft, looked_up: Sequence[int]) -> Draft:
-    """Make a draft of drawn tokens to which a looked-up chain is added, as the hybrid drafter does."""
+    """Make a draft that draws tokens and then adds a looked-up chain, as the hybrid drafter does."""
     chain = Proposal(TokenTree.chain([ROOT_TOKEN, *looked_up]), ProposalKind.DETERMINISTIC)
     return lambda source: graft(drawn(source), chain)
 
@@ -261,7 +261,7 @@ def enumerate_turn(draft: Draft, decide: Decide, p: ContextModel, length: int) -
 
 
 def distance_from_target(draft: Draft, decide: Decide, p: ContextModel, length: int) -> float:
-    """Return the largest difference from p's probability over sequences of ``length`` tokens."""
+    """Return the largest difference between the probability of ``length`` tokens and their probability under p."""
     return enumerate_turn(draft, decide, p, length).distance
 
 
@@ -292,7 +292,7 @@ def top_tokens(q: ContextModel) -> Callable[[tuple[int, ...], int], list[int]]:
 
 
 CHAINS = {"chain of 2": (-1, 0, 1), "chain of 3": (-1, 0, 1, 2)}
-# Parents of each node. "depth first" separates siblings.
+# The parent of each node. In "depth first", the subtree of a child comes before the next sibling.
 TREES = {
     "two children": (-1, 0, 0),
     "depth first": (-1, 0, 1, 0, 3),
@@ -318,9 +318,9 @@ class RuleProof(NamedTuple):
 def prove_rule(rule: Rule, seeds: Sequence[int] = (0, 1)) -> RuleProof:
     """Enumerate every outcome of drafting and verifying by a sampling rule, and compare with the target.
 
-    Covers every proposal kind of the rule, on chains of 2 and 3 tokens, and on trees if the rule accepts them.
-    Target and draft are random tables over 3 tokens: dense, with zeros, one-hot, mixed, and identical. Errors that need
-    longer drafts or more tokens are not detected.
+    The proof covers every proposal kind of the rule, on chains of 2 and 3 tokens, and on trees if the rule accepts
+    trees. Target and draft are random tables over 3 tokens: dense, with zeros, one-hot, mixed, and identical. Errors
+    that need longer drafts or more tokens are not detected.
     """
     shapes = CHAINS if rule.chains_only else SHAPES
     distances: dict[str, float] = {}

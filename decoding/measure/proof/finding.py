@@ -1,11 +1,12 @@
-"""`Finding`: the outcome of one check of a proof, server, machine or model. Imports no PyTorch."""
+"""`Finding`: the outcome of one check of a proof, server, machine or model. This module does not import PyTorch."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Status = Literal["ok", "note", "open", "problem"]
-"""``note``: works, but may cost speed. ``open``: undecided. ``problem``: fails, or its drafts are useless."""
+"""``note``: the checked thing works, but may cost speed. ``open``: the check could not decide. ``problem``: the checked
+thing fails, or its drafts are useless."""
 
 
 @dataclass(frozen=True)

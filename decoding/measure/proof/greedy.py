@@ -1,4 +1,4 @@
-"""Tests of greedy texts: every token is the target's best or a near-tie, and texts end correctly."""
+"""Tests of greedy texts: every token is the target's best token or a near-tie, and texts end correctly."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,11 +21,11 @@ def near_tie(dtype: torch.dtype) -> float:
 
 
 def margin_of(target: CausalLM, prompt: Sequence[int], mine: Sequence[int], plain: Sequence[int]) -> Margin:
-    """Return the gap between the target's logits of the first two tokens at which two greedy texts differ.
+    """Return the gap between the target's logits of the two tokens at the first position where two greedy texts differ.
 
     In fp32 on a CPU all texts must be equal. In bf16 a pass over n tokens rounds differently from n passes over one
-    token, so near-ties may be decided differently, but their gap is small. "ended": one text is a prefix of the other;
-    no near-tie explains this. None: the texts are equal.
+    token, so near-ties may be decided differently, but their gap is small. Returns "ended" if one text is a prefix of
+    the other, which no near-tie explains, and None if the texts are equal.
     """
     if tuple(mine) == tuple(plain):
         return None
@@ -64,7 +64,7 @@ def greedy_identity(reference: Reference, texts: Sequence[EngineText]) -> Findin
     ties = [miss["margin"] for miss in misses if miss["margin"] <= near]
     identical = len(texts) - len({miss["text"] for miss in misses})
     tokens = sum(len(text.tokens) for text in texts)
-    sentence = f"{identical} of {len(texts)} texts equal the target's greedy texts, {tokens:,} tokens"
+    sentence = f"{identical} of {len(texts)} texts equal the target's greedy texts ({tokens:,} tokens in total)"
     if ties:
         sentence += f"; {len(ties)} near-ties were decided differently, with gaps of up to {max(ties):.3g}"
     if faults:
@@ -104,7 +104,7 @@ def ends(reference: Reference, texts: Sequence[EngineText], max_new_tokens: int)
     sentence = f"{ended} of {len(texts)} texts end with an EOS; the others end at {max_new_tokens} tokens"
     if behind or early:
         first = next(number for number, (length, end) in enumerate(lengths, start=1) if length != end)
-        sentence = f"{behind} texts continue after their end and {early} end early; the first is text {first}"
+        sentence = f"{behind} texts continue after their end and {early} end early; the first such text is text {first}"
     figures = {"texts": len(texts), "ended": ended, "behind_their_end": behind, "early": early}
     return judged("ends of texts", not behind and not early, sentence, **figures)
 

@@ -21,7 +21,7 @@ class EngineUnderTest(Protocol):
     def write(
         self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, greedy: bool, seed: int
     ) -> list[EngineText]:
-        """Return a text per prompt, with the prompt as the engine read it; seeds are ``seed``, ``seed + 1``, …"""
+        """Return a text per prompt, with the prompt as the engine read it. The seeds are ``seed``, ``seed + 1``, …"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class EngineWriter:
 
 @dataclass(frozen=True)
 class Effort:
-    """Sample sizes of the tests, and ``alpha``, a bound on the probability that they fail a correct engine."""
+    """Sample sizes of the tests, and ``alpha``, a bound on the probability that they reject a correct engine."""
 
     max_new_tokens: int = 64
     draws: int = 500
@@ -66,7 +66,9 @@ class Effort:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < DEPTH:
-            raise UserError(f"max_new_tokens is {self.max_new_tokens}: use at least {DEPTH}; so many are counted")
+            raise UserError(
+                f"max_new_tokens is {self.max_new_tokens}: use at least {DEPTH}, because so many tokens are counted"
+            )
 
     @property
     def alpha_of_a_test(self) -> float:

@@ -17,7 +17,7 @@ from decoding.rules.sampling import History, HistoryRows, SamplingConfig, adjust
 from decoding.rules.tree import TokenTree
 
 _TOKENS = 4096
-"""Tokens per forward pass, including padding."""
+"""Largest number of tokens in a forward pass, including padding."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class EngineText:
 class Reference:
     """A target with the sampling controls (for temperatures above 0) and the EOS ids of its texts.
 
-    If there are several EOS ids, all count as the first, because servers do not report which of them ended a text.
+    If there are several EOS ids, all count as the first one, because servers do not report which of them ended a text.
     """
 
     target: CausalLM
@@ -40,13 +40,13 @@ class Reference:
     eos_token_ids: tuple[int, ...] = ()
 
     def probabilities(self, texts: Sequence[EngineText]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each text's distributions, (tokens, vocab) in fp64 after all controls, and its tokens."""
+        """Yield, for each text, its distributions after all controls, (tokens, vocab) in fp64, and its tokens."""
         for text, logits in zip(texts, self._logits(texts), strict=True):
             p = probabilities(logits.double(), self.sampling, self._history(text, self.sampling))
             yield self._folded(p, 0.0, lambda ends: ends.sum(1)), self._tokens(text)
 
     def possible(self, texts: Sequence[EngineText]) -> Iterator[Tensor]:
-        """Yield, for each text, True at the tokens that slightly looser controls allow, because rounding moves the
+        """Yield, for each text, a mask of the tokens that slightly looser controls allow, because rounding moves the
         border of top-k, top-p and min-p.
         """
         loose = 1e-4 if self.target.dtype == torch.float32 else 1e-2
@@ -61,8 +61,8 @@ class Reference:
             yield p.gather(1, tokens[:, None]).squeeze(1) > 0
 
     def margins(self, texts: Sequence[EngineText]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, for each text, the gap between each token's logit and the best logit, and the best token; both are
-        (tokens,).
+        """Yield, for each text, the gap between each token's logit and the best logit, and the best token; both have
+        the shape (tokens,).
         """
         greedy = replace(self.sampling, temperature=0.0)
         for text, logits in zip(texts, self._logits(texts), strict=True):

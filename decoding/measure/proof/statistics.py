@@ -18,7 +18,7 @@ _TILTS = tuple(sign * size for size in (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8) fo
 _CONCENTRATIONS = (0.1, 0.3, 1.0, 3.0, 10.0)
 _POWER = 0.8416  # the 80% point of the normal distribution
 _LEAST_EXPECTED = 5.0
-_MOST = 690.0  # a p-value of 1e-300, because 0 means that an impossible token occurred
+_MOST = 690.0  # keeps p-values above 1e-300: a p-value of 0 means that an impossible token occurred
 
 
 # --- mean log-probability ---------------------------------------------------------------------------------------------
@@ -27,8 +27,9 @@ _MOST = 690.0  # a p-value of 1e-300, because 0 means that an impossible token o
 class LogProbability(NamedTuple):
     """Sums over tokens, where each token is judged given the text before it; `plus` adds the sums of two texts.
 
-    ``excess``: log p(x) minus its mean under p. ``variance``: of log p under p. ``log_evidence``: for each tilt t, the
-    sum of t (log p(x) - mean) - log E exp(t (log p - mean)); its exponential has mean 1.
+    ``excess`` sums log p(x) minus the mean of log p under p. ``variance`` sums the variance of log p under p.
+    ``log_evidence``: for each tilt t, the sum of t (log p(x) - mean) - log E exp(t (log p - mean)); its exponential has
+    mean 1.
     """
 
     tokens: int
@@ -36,7 +37,7 @@ class LogProbability(NamedTuple):
     variance: float
     log_evidence: Float[Tensor, " tilts"]
     impossible: int
-    """Tokens of probability 0, excluded from all other sums."""
+    """Number of tokens of probability 0, which are left out of all other sums."""
 
     @staticmethod
     def none() -> "LogProbability":
@@ -65,7 +66,7 @@ class LogProbability(NamedTuple):
 
     @property
     def z(self) -> float:
-        """The mean excess in standard errors."""
+        """The mean excess in units of its standard error."""
         return self.excess / math.sqrt(self.variance) if self.variance > 0 else 0.0
 
     @property
@@ -113,7 +114,10 @@ class Cells(NamedTuple):
 
     @property
     def log_evidence(self) -> Float[Tensor, " concentrations"]:
-        """Log Bayes factor of Dirichlet-distributed probabilities around p against p, per concentration."""
+        """For each concentration, the logarithm of a Bayes factor.
+
+        The factor compares probabilities drawn from a Dirichlet distribution around p with p itself.
+        """
         counts, p = self.counts, self.p / self.p.sum()
         if bool(((p <= 0) & (counts > 0)).any()):
             return torch.full((len(_CONCENTRATIONS),), math.inf, dtype=torch.float64)
@@ -139,7 +143,7 @@ class CountTest(NamedTuple):
 
     @staticmethod
     def of(contexts: Iterable[Cells]) -> "CountTest":
-        """Compare the cells. The contexts must be chosen before their draws, like the beginnings of texts."""
+        """Test the counts of all cells. Each context must be chosen before anything is drawn in it."""
         every = [cells for cells in contexts if float(cells.counts.sum()) > 0]
         if not every:
             return CountTest(0, 0, 1.0)

@@ -27,7 +27,7 @@ class Legend(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """An SVG element with heading and legend; the page shows it folded unless it is ``main``."""
+    """An SVG element with heading and legend. The page folds a picture that is not ``main``."""
 
     heading: str
     svg: str
@@ -57,7 +57,7 @@ def speedup_curves(report: Report, axis: Axis) -> list[Picture]:
 
 
 def draw_speedups(axes: Axes, report: Report, setting: str, axis: Axis, fixed: int | None) -> list[str]:
-    """Draw a line for each method timed at two or more points of ``axis``; return their names."""
+    """Draw a line for each method that was timed at two or more points of ``axis``; return the methods' names."""
     other = OTHER[axis]
     rows = {row.method: row for row in named(report.cells, setting) if at(row, other) == fixed}
     lines = {name: curve(report, rows[name], axis) for name in methods(report) if name in rows}

@@ -60,7 +60,7 @@ def write_html(report: Report, path: Path) -> None:
 
 
 class Bar(NamedTuple):
-    """The bar of a speed-up, in percent of its track; parts that were not measured are None."""
+    """The bar of a speed-up, with lengths in percent of the bar's track; parts that were not measured are None."""
 
     name: str
     shown: str

@@ -1,7 +1,7 @@
 """Shared style of plots: colours and SVG that follow the light or dark scheme of the page.
 
-`svg` replaces the colours here by CSS variables: ``--c0`` … ``--c7`` for `COLOURS`, ``currentColor`` for `INK`. `css`
-defines them for both schemes.
+`svg` replaces the colours of this module by CSS variables: ``--c0`` … ``--c7`` for `COLOURS`, ``currentColor`` for
+`INK`. `css` defines these variables for both schemes.
 """
 
 import io
@@ -59,7 +59,7 @@ styled = matplotlib.rc_context(
 
 
 def css() -> str:
-    """Return the style sheet's variables ``--c0`` …, for light pages and, in a media query, dark ones."""
+    """Return the style sheet's variables ``--c0`` …, for light pages and, in a media query, for dark pages."""
 
     def variables(colours: tuple[str, ...]) -> str:
         return " ".join(f"--c{index}: {colour};" for index, colour in enumerate(colours))
@@ -93,7 +93,7 @@ def panel(width: float = 3.5, height: float = 2.5) -> tuple[Figure, Axes]:
 
 
 def shade_below_one(axes: Axes) -> None:
-    """Draw a line at speed-up 1 and shade the area below it; set the y limits first."""
+    """Draw a line at speed-up 1 and shade the area below it. Set the y limits before the call."""
     low, high = axes.get_ylim()
     axes.axhspan(low, 1, color=GRID, alpha=0.16, linewidth=0)
     axes.axhline(1, color=INK, linewidth=0.9, linestyle=(0, (2, 2)))

@@ -38,9 +38,9 @@ COLUMNS = (
     "over transformers",
 )
 _NOTES = (
-    "Same: greedy texts that are identical to plain decoding. Speed-up: the speed (total tokens over total seconds, "
-    "without the target's prefill) divided by the speed of plain decoding, with its 95% interval over prompts or "
-    "batches. Median: the median of paired runs."
+    "Same: greedy texts that are identical to those of plain decoding. Speed-up: the speed (total tokens over total "
+    "seconds, without the target's prefill) divided by the speed of plain decoding, with its 95% interval over prompts "
+    "or batches. Median: the median of paired runs."
 )
 
 
