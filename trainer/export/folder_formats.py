@@ -241,7 +241,7 @@ def write_state_draft(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
     if isinstance(config, DSparkConfig) and config.draft_vocab_size is not None:
         remarks.append(
             f"the draft can write {config.draft_vocab_size:,} of the target's {config.vocab_size:,} tokens; llama.cpp "
-            "loads such drafts, vLLM should load them (not tried), and SGLang does not load them"
+            "and vLLM load such drafts (in vLLM only DFlash drafts were tried), and SGLang does not load them"
         )
     return artefact, tuple(remarks)
 
