@@ -151,6 +151,8 @@ class Checkpoints:
 
     writing: Future[None] | None = None
     """The call of `save` that runs in a thread, if any."""
+    best: Best | None = None
+    """The best weights so far. `latest` and `read` set this attribute."""
 
     def __init__(
         self,
@@ -172,8 +174,6 @@ class Checkpoints:
         """The checkpoints that `latest` skipped, with the reasons; the newest comes first."""
         self.changes: list[Change] = []
         """Permitted differences from the settings of the checkpoint that `latest` returned."""
-        self.best: Best | None = None
-        """The best weights so far. `latest` and `read` set this attribute."""
         self._recorded = self._origin
 
     def _all(self) -> list[Path]:
