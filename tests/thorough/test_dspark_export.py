@@ -83,7 +83,7 @@ def test_the_folder_is_what_training_wrote_and_its_card_says_what_it_reads(
 @pytest.mark.parametrize("format", ["heads", "draft"])
 def test_formats_of_other_artefacts_do_not_take_it(tmp_path: Path, target: tuple[Path, CausalLM], format: str) -> None:
     with pytest.raises(
-        ValueError, match=r"contains a DSpark draft, but format .* use format dspark or speculators or gguf"
+        ValueError, match=r"contains a DSpark draft, which format .* use format dspark or speculators or gguf"
     ):
         export(trained(tmp_path / "run", target), tmp_path / "out", format)
 

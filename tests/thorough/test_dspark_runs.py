@@ -101,7 +101,7 @@ def test_what_the_first_lines_promise_is_what_the_run_does(workshop: Path) -> No
         said = io.StringIO()
         final = trained(workshop, f"run-{prompts}", said=said, evaluation={"prompts": prompts})
         tree = json.loads((final / "config.json").read_text())["headstart"]["tree"]
-        assert bool(tree) == bool(prompts) == ("the finished draft uses a tree of 5 here" in said.getvalue())
+        assert bool(tree) == bool(prompts) == ("the finished draft uses a tree of 5 nodes" in said.getvalue())
         told = "the draft's rotary embeddings are not scaled, because llama.cpp cannot scale them by llama3"
         assert (told in said.getvalue()) == (rope is not None)
 
