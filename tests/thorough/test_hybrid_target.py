@@ -39,7 +39,7 @@ RUNS = (
     ("data inspect rows.jsonl data.chat_template_kwargs.enable_thinking=true", "think;user:0. How are you?"),
     ("generate --prompt Hi --drafter dspark:dspark/final --max-new-tokens 8", "(lossless)"),
     ("chat --drafter lookup --max-new-tokens 8", "(lossless)"),
-    ("export dspark/final shown --format dspark", "2/2 texts equal"),
+    ("export dspark/final shown --format dspark", "2/2 texts are equal"),
 )
 
 

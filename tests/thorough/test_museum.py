@@ -551,9 +551,9 @@ def test_a_folder_of_another_kind_is_refused_before_anything_is_compared(museum:
         ({"exported": folders["eagle3"]}, "eagle3 contains an EAGLE-3 draft, but dspark:.* is of kind dspark"),
         (
             {"speculator": f"draft:{folders['dspark']}"},
-            f"contains a DSpark draft, but .* call it dspark:{folders['dspark']}",
+            f"contains a DSpark draft, but .* write dspark:{folders['dspark']}",
         ),
-        ({"speculator": f"dspark:{folders['target']}"}, "target contains a model, but dspark:.* call it draft:"),
+        ({"speculator": f"dspark:{folders['target']}"}, "target contains a model, but dspark:.* write draft:"),
     ):
         first, _ = diagnosed(museum, "dspark", **{"target": "/nowhere/at/all", **changes})
         assert re.search(sentence, first)

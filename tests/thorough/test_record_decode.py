@@ -85,7 +85,7 @@ def test_one_command_decodes_both_ways_and_draws_what_it_measured(
     assert told["target"] == "target" and {"hardware", "versions", "commit"} <= told.keys()
     assert output.read_text() == drawing.picture(told)
     assert recording.narrow_of(output).read_text() == drawing.picture(told, narrow=True)
-    assert f"({told['speedup']:.2f} times the speed)" in capsys.readouterr().out
+    assert f"({told['speedup']:.2f} times the speed of plain decoding)" in capsys.readouterr().out
     output.unlink()
     monkeypatch.setattr(sys, "argv", ["record_decode.py", "--redraw", *words[-4:]])
     recording.main()
