@@ -386,7 +386,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         with_config(rope_scaling={"type": "xpos"}, rope_parameters=None),
         "embeddings are xpos: use one of",
     ),
-    "ropes by layer": (with_config(rope_parameters={"full_attention": {"rope_theta": 5e5}}), "differ by type of layer"),
+    "ropes by layer": (with_config(rope_parameters={"full_attention": {"rope_theta": 5e5}}), "between types of layers"),
     "half heads": (with_config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
     "half heads, new": (with_config(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25}),
                         "partial_rotary_factor is 0.25"),

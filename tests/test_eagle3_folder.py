@@ -306,7 +306,10 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         "reads layer 7, but only layers 0 to 6 can be read",
     ),
     "fewer taps": (with_config(num_aux_hidden_states=2), "num_aux_hidden_states is 2, but the config names 3 layers"),
-    "fc of other taps": (with_config(eagle_aux_hidden_state_layer_ids=[2, 4]), "fc.weight is (16, 48), not (16, 32)"),
+    "fc of other taps": (
+        with_config(eagle_aux_hidden_state_layer_ids=[2, 4]),
+        "fc.weight has the shape (16, 48), not (16, 32)",
+    ),
     "another target": (with_config(vocab_size=32), "a target whose vocab_size is 32, not 16"),
     "sizes that no memory holds": (with_config(intermediate_size=10**12), "size mismatch, midlayer.mlp.gate_proj"),
     "a size that is none": (with_config(hidden_size="wide"), "does not describe an EAGLE-3 draft"),

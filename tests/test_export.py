@@ -104,7 +104,7 @@ def test_our_own_format_comes_back_bit_equal_in_its_stored_dtype(tmp_path: Path,
     assert summary.files == {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
     assert sorted(summary.files) == ["README.md", "config.json", "model.safetensors"]
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "# Medusa heads\n" in card and ("through the target's lm_head" in card) == ("shared_lm_head" in change)
+    assert "# Medusa heads\n" in card and ("uses the target's lm_head" in card) == ("shared_lm_head" in change)
     assert ("A bias of rank 3 that depends on the" in card) == ("markov_rank" in change)
 
 

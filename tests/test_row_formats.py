@@ -174,7 +174,7 @@ def test_what_a_template_ignores_is_told_and_leaves_no_empty_answer_to_train(
         ({"from": "critic", "value": "No"}, "line 1: a message is from 'critic': use one of user, human"),
         ({**NO, "weight": 0.5}, "line 1: a message has 0.5 as its weight: use 0 or 1"),
         ({**NO, "thinking": "a", "reasoning": "b"}, "line 1: a message has two different reasoning texts"),
-        ({"role": "assistant", "content": None, "tool_calls": []}, "line 1: a message is .*without text"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "line 1: a message is .*must both be text"),
     ],
 )
 def test_messages_that_cannot_be_read_are_refused_by_their_line(tmp_path: Path, message: Any, complaint: str) -> None:

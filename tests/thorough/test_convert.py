@@ -184,7 +184,9 @@ def test_a_layout_that_lacks_a_setting_is_refused_by_its_name(tmp_path: Path, ta
         export(tmp_path / "source", tmp_path / "out", "speculators")
     tiny_eagle3(target[1]).save_pretrained(tmp_path / "eagle3")
     for format in ("dspark", "draft", "heads"):
-        with pytest.raises(ValueError, match=r"contains an EAGLE-3 draft, which .* use format eagle3 or speculators or"):
+        with pytest.raises(
+            ValueError, match=r"contains an EAGLE-3 draft, which .* use format eagle3 or speculators or"
+        ):
             export(tmp_path / "eagle3", tmp_path / "out", format)
     assert not (tmp_path / "out").exists()
 
