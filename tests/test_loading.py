@@ -65,6 +65,16 @@ def test_weights_that_exceed_the_first_of_several_gpus_are_spread_or_refused(
         load_model(str(folder), torch.float32)
 
 
+def test_a_full_gpu_is_not_mistaken_for_an_unreadable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **named: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    folder = saved(tmp_path / "model")
+    monkeypatch.setattr("decoding.model.loading.AutoModelForCausalLM.from_pretrained", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        load_model(str(folder))
+
+
 def test_vocabularies_padded_to_other_sizes_are_one_family(tmp_path: Path) -> None:
     target = CausalLM(tiny_model(vocab=160))
     draft = load_draft(str(saved(tmp_path / "draft", vocab=136)), target, byte_tokenizer())

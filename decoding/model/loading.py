@@ -80,6 +80,8 @@ def load_model(
             device_map="auto" if spread else {"": chosen or default_device()},
             output_loading_info=True,
         )
+    except torch.OutOfMemoryError:  # a RuntimeError, but the folder is sound
+        raise
     except UNREADABLE as error:
         raise UserError(f"no model could be read from {name!r}: {reason(error)}") from error
     model: PreTrainedModel = read[0]
