@@ -294,7 +294,7 @@ class Tally:
     """Figures of the steps added so far.
 
     A prefill counts only in ``prefill_seconds``. ``lengths`` maps a number of accepted drafted tokens to the number of
-    passes that accepted so many. Seconds exclude the caller's work between two steps.
+    passes that accepted exactly this many tokens. Seconds exclude the caller's work between two steps.
     """
 
     passes: int = 0

@@ -109,8 +109,8 @@ class DraftState:
             self._committed[row] = length
 
     def _lacking(self, texts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return the tokens of each text that are not in the cache, for the caller to run; the prompts of new rows run
-        here.
+        """Return, for each text, the tokens that are not in the cache yet; the caller runs these tokens. The prompts of
+        new rows are run here, except their last token.
         """
         self.cache.check(self._lease)
         for row, text in enumerate(texts):

@@ -32,7 +32,7 @@ class DraftTreeDrafter(Drafter):
 
     def __init__(self, draft: CausalLM, depth: int = 5, width: int = 4, nodes: int = 24) -> None:
         if depth < 1 or width < 1:
-            raise UserError(f"depth is {depth} and width {width}: use at least 1 of each")
+            raise UserError(f"depth is {depth} and width is {width}: set both to at least 1")
         if nodes <= depth:
             raise UserError(f"nodes is {nodes}: a tree of depth {depth} needs at least {depth + 1}, including the root")
         self.draft = draft

@@ -97,7 +97,8 @@ def read_header(path: Path, remedy: str) -> dict[str, StoredTensor]:
 def check_tensors(
     path: Path, header: Mapping[str, StoredTensor], expected: Iterable[tuple[str, tuple[int, ...]]], remedy: str
 ) -> None:
-    """Raise UserError unless the header of weights has exactly these names and shapes, in one floating dtype.
+    """Raise UserError unless the header of a weight file lists exactly these names and shapes, and all tensors have the
+    same floating dtype.
 
     ``path``: the file or folder of the header, as messages name it. ``expected`` is read only up to the first missing
     name, because a wrong config may imply very many names.

@@ -269,7 +269,9 @@ def _tokens_and_passes(record: Record) -> tuple[float, float]:
 def _by_question(
     pairs: Sequence[tuple[Record, Record]], figure: Callable[[Record], tuple[float, float]], by_wave: bool = False
 ) -> list[tuple[float, float, float, float]]:
-    """Sum both methods' figures over the turns and rounds of each question or wave, for resampling; B comes first."""
+    """Sum each method's figures over all turns and rounds of a question (or wave), for resampling. The two sums of
+    method B come before the two sums of method A.
+    """
     sums: dict[int | str, list[float]] = {}
     for mine, theirs in pairs:
         total = sums.setdefault(mine.key.wave if by_wave else mine.prompts[0], [0.0] * 4)

@@ -111,8 +111,8 @@ class TreeMasks:
         return (self._stored if len(shape) <= _LARGEST_STORED else self._of_shape)(shape)
 
     def _of_shape(self, shape: TreeShape) -> tuple[Tensor, Tensor]:
-        """Return, on the model's device, the depths of a tree's nodes and a mask of the nodes to which each must not
-        attend.
+        """Return each node's depth, and for each node a mask that is true at the nodes to which it must not attend.
+        Both tensors are on the model's device.
         """
         both = shape.depth_tensor, ~shape.ancestor_mask
         depths, hidden = (tensor.to(self._model.device, non_blocking=True) for tensor in both)

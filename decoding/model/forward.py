@@ -53,8 +53,8 @@ def _lm_head(model: nn.Module) -> nn.Linear:
 
 @contextmanager
 def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
-    """Inside the context, collect the lm_head's input, (batch, positions, hidden), in this thread's passes of the
-    model.
+    """While the context lasts, collect the input of the lm_head, (batch, positions, hidden), whenever this thread runs
+    the model.
 
     With ``select``, the lm_head reads only ``select(hidden)``, so that no logits are computed in vain. The captured
     tensor is always the whole input.

@@ -176,7 +176,7 @@ def reject(batch: Undecided) -> Int[Tensor, "rows 3"]:
 
 
 def climb(batch: Undecided) -> Int[Tensor, "rows 3"]:
-    """Decide chains drawn from q by `traversal_verification`; return the same as `walk`.
+    """Verify chains drawn from q as `traversal_verification` does; return the same values as `walk`.
 
     The function does the same as `traverse` with a third of the kernels. Every node below the root was drawn from q, so
     chains with grafted nodes go to `traverse`. On the way down the chain, A needs no random number. Then, from the

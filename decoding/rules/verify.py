@@ -101,7 +101,7 @@ def recursive_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], sou
     with probability p(x), and the order of the children does not matter. For such children, the distribution of
     verdicts is the same as with `sampled_verify`. Grafted children come after the drawn children, with q = delta(x).
     With one drawn child and one grafted child x, a child is kept with probability p(x) + sum over y != x of min(p(y),
-    q(y)). That is at least as often as with either child alone.
+    q(y)). This probability is at least as large as if only one of the two children had been drafted.
     """
     tree = proposal.tree
     path: list[int] = []

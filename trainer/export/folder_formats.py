@@ -1,5 +1,5 @@
-"""Formats that are whole folders, for heads, for drafts and for drafts that read the target's states. Every written
-folder is read back and compared with what was trained.
+"""Export formats that consist of a whole folder: for heads, for ordinary drafts, and for drafts that read the target's
+states. Every written folder is read back and compared with what was trained.
 
 A draft is a plain transformers folder. DSpark, DFlash and EAGLE-3 drafts have flat layouts or speculators' nested
 layout. There are two flat layouts: DeepSpec's layout, which training also writes, and EAGLE's layout. vLLM loads all

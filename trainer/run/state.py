@@ -1,4 +1,4 @@
-"""A run's state as whole tensors by parameter name, under any launcher.
+"""The state of a run, collected as whole (not sharded) tensors by parameter name, and loaded again, under any launcher.
 
 The state consists of the trained parameters, the module's buffers and the optimizers' moments, without a frozen target.
 Names, not positions or devices, identify tensors, so a run may resume under another launcher or number of processes.

@@ -250,8 +250,8 @@ def rounding_or_rule(scorer: Scorer, texts: Sequence[EngineText], width: int, en
     A difference is a token that does not have the best score at its place in passes over one token. Rounding explains
     the differences if two conditions are met. First, the largest gap between the score of a difference and the best
     score is at most the largest change of a gap between two scores that another width of the pass causes. Second, this
-    change is small enough to be rounding. ``ends`` are the ids that end a text. The finding is open if the server
-    cannot be asked.
+    change is small enough to be rounding. ``ends`` are the ids that end a text. If the server
+    cannot score texts, the finding is undecided.
     """
     gaps, changes, turned, places = list[float](), list[float](), 0, 0
     try:
@@ -269,7 +269,7 @@ def rounding_or_rule(scorer: Scorer, texts: Sequence[EngineText], width: int, en
                     turned += _best(scores) != _best(single[at])
     except UserError as error:
         return undecided(
-            CHECK, f"the server does not score its texts without a draft, so this check stays open: {error}"
+            CHECK, f"the server does not score its texts without a draft, so this check is undecided: {error}"
         )
     widest, most = max(gaps, default=0.0), max(changes, default=0.0)
     passed, equal = widest <= most <= _MOST_ROUNDING, places - len(gaps)

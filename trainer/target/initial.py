@@ -49,7 +49,7 @@ def most_frequent_trained(
         ends.add(tokenizer.eos_token_id)
     always = sorted(token for token in ends if token < known)
     if count < len(always):
-        raise UserError(f"{setting} is {count} but {len(always)} tokens end texts: raise it above this number")
+        raise UserError(f"{setting} is {count}: set it above {len(always)}, the number of tokens that end a text")
     texts = (predicted[predicted < known].tolist() for predicted in map(Example.predicted, examples))
     return most_frequent_tokens(texts, count, known, always)
 
@@ -57,7 +57,7 @@ def most_frequent_trained(
 def say_coverage(
     process: Process, drafter: str, examples: Sequence[Example], tokens: Int[Tensor, " outputs"] | None
 ) -> None:
-    """Print which share of the trained tokens a drafter can write, if its vocabulary is reduced."""
+    """If a drafter has a reduced vocabulary, print what share of the tokens in the training answers it can write."""
     if tokens is not None and process.is_first:
         written = [np.isin(example.predicted(), tokens.cpu().numpy()) for example in examples]
         count = sum(map(len, written))

@@ -48,7 +48,7 @@ class CascadeDrafter(Drafter):
         self, draft: CausalLM, small: CausalLM, tokens: int = 8, small_tokens: int = 3, sampled: bool = True
     ) -> None:
         if tokens < 1 or small_tokens < 1:
-            raise UserError(f"tokens is {tokens} and small_tokens {small_tokens}: use at least 1 of each")
+            raise UserError(f"tokens is {tokens} and small_tokens is {small_tokens}: set both to at least 1")
         if draft.model is small.model:
             raise UserError("both drafts of the cascade are the same model: pass a smaller model as small")
         self.draft = draft

@@ -42,7 +42,7 @@ class LookaheadDrafter(Drafter):
 
     def __init__(self, window: int = 8, ngram: int = 4, guesses: int = 8) -> None:
         if window < 1 or guesses < 1:
-            raise UserError(f"window is {window} and guesses {guesses}: use at least 1 of each")
+            raise UserError(f"window is {window} and guesses is {guesses}: set both to at least 1")
         if ngram < 2:
             raise UserError(f"ngram is {ngram}: use at least 2, for the text's last token and one guess")
         self.window = window

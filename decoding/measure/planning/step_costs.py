@@ -92,7 +92,7 @@ class StepSurvey:
             self._seconds[budget].append((drafted, StepSeconds(draft, verify, total - draft - verify)))
 
     def seconds(self) -> dict[Budget, StepSeconds]:
-        """Return the typical seconds of each budget's steps."""
+        """Return, for each budget, the typical seconds of its steps."""
         return {budget: _typical(steps) for budget, steps in self._seconds.items() if steps}
 
 
