@@ -209,7 +209,7 @@ _DEFAULT_NEW_TOKENS = 20  # transformers' default
 def _resolve(
     defaults: GenerationConfig, given: GenerationConfig | None, options: Mapping[str, Any]
 ) -> GenerationConfig:
-    """Merge three levels: ``options`` take precedence over ``given``, and ``given`` over ``defaults``.
+    """Merge three levels of options: ``options`` take precedence over ``given``, and ``given`` over ``defaults``.
 
     Unset values stay unset.
     """

@@ -110,7 +110,9 @@ class _Acceptance:
 
 
 class _Seconds:
-    """Seconds of steps by budget, for a given number of rows: medians of recent steps, grouped by tree size."""
+    """How long steps took with each budget, for a given number of rows: medians over recent steps, grouped by tree
+    size.
+    """
 
     def __init__(self) -> None:
         self._of: dict[Budget, dict[int, deque[tuple[int, float]]]] = {}
@@ -202,12 +204,13 @@ class _Seconds:
 
 
 def _rough(budget: Budget) -> float:
-    """Guess the cost of a step, in units of a plain step, before anything is measured."""
+    """Guess the cost of a step, in units of a plain step, while nothing is measured yet."""
     return 1.0 if budget == NO_DRAFT else 1.1 + 0.02 * (budget.depth + budget.nodes)
 
 
 def _arms(budgets: Sequence[Budget]) -> dict[Budget, _Acceptance]:
-    """Return the budgets to choose from, each with its acceptance: for a few depths, the largest tree and the chain.
+    """Return the budgets to choose from: for a few depths, the largest tree and the chain. Each budget is mapped to the
+    acceptance that applies to it.
 
     The depths are the full depth, half of it, a quarter, and so on. Smaller trees that are parts of the largest tree
     share its acceptance. A hybrid has one budget per depth, and its smaller trees are not parts of the largest tree, so

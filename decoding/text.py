@@ -24,7 +24,7 @@ from decoding.rules.tree import TokenTree
 
 
 class TextDecoder(Protocol):
-    """The part of a tokenizer that stop strings need."""
+    """The methods of a tokenizer that are needed to find stop strings."""
 
     def decode(self, token_ids: list[int]) -> Any: ...
 
@@ -291,7 +291,7 @@ def decode_text(tokens: Iterable[int], tokenizer: TextDecoder, hidden: Container
 
 @dataclass
 class Tally:
-    """Figures of the steps added so far.
+    """Running figures of all steps that were added.
 
     A prefill counts only in ``prefill_seconds``. ``lengths`` maps a number of accepted drafted tokens to the number of
     passes that accepted exactly this many tokens. Seconds exclude the caller's work between two steps.

@@ -61,7 +61,7 @@ def _lines(text: str) -> Iterator[tuple[str, bool]]:
 
 
 class Counter(NamedTuple):
-    """Figures of a run, shown from one moment to the next; moments are in percent of the loop."""
+    """Figures of a run, each of which is shown from one moment until the next; moments are in percent of the loop."""
 
     text: str
     at: float

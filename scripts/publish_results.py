@@ -99,7 +99,7 @@ def tasks_table(report: Report) -> str:
 
 
 def conditions(report: Report) -> str:
-    """Return target, prompts and machine of an evaluation."""
+    """Describe an evaluation in words: its target, prompts and machine."""
     cut = f" ({report['prompts_cut']} of them cut to fit)" if report.get("prompts_cut") else ""
     return (
         f"{report['parameters'] / 1e6:.0f}M-parameter target in {report['dtype']}; {report['prompts']} prompts{cut}, "
@@ -319,7 +319,7 @@ def policies_figure(report: Report) -> Picture:
 
 
 def policies_caption(report: Report) -> str:
-    """Return target, prompts, the worst cell and the machine of `benchmarks/policies.py`."""
+    """Describe the report of `benchmarks/policies.py` in words: target, prompts, worst cell and machine."""
     target = report["rows"][0]["target"]
     ratios = [row["default_over_plain"] for row in report["rows"] if row["target"] == target]
     kept = sum(ratio >= 0.97 for ratio in ratios)

@@ -40,7 +40,7 @@ def shared_tokens(draft: CausalLM, target: CausalLM) -> int:
 
 
 class DraftState:
-    """Cache of a draft model for the texts of a batch, and the `TextRows` of the batch.
+    """The cache of a draft model for the texts of a batch, and the `TextRows` of these texts.
 
     Between two steps the cache contains the text of each row, followed by those nodes of the row's last tree that the
     draft has run.
@@ -154,7 +154,7 @@ class DraftState:
         return self.over_target_vocabulary(self.draft.step(known, self.cache).logits)
 
     def run_level(self, trees: Sequence[TokenTree], first: Sequence[int]) -> list[Tensor]:
-        """Run each tree's nodes from ``first`` on; return their logits, (nodes, vocab) for each row."""
+        """Run the nodes of each tree from ``first[row]`` on; return their logits, (nodes, vocab) for each row."""
         logits = self.over_target_vocabulary(self.draft.verify(trees, self.cache, first).logits)
         return [logits[row, : len(tree) - left] for row, (tree, left) in enumerate(zip(trees, first, strict=True))]
 
@@ -168,7 +168,7 @@ class DraftState:
 
 
 class StateSession(RowsSession):
-    """A session of a draft on a batch, with a state that follows the texts."""
+    """A session of a draft on a batch; a `DraftState` keeps what the draft has computed for each text."""
 
     def __init__(self, state: DraftState) -> None:
         super().__init__(state)

@@ -77,7 +77,7 @@ class TextKeys:
     """
 
     def __init__(self, draft: DSparkDraft, rows: int, longest: int) -> None:
-        """``longest``: final length of the longest text, in positions."""
+        """``longest``: length that the longest text will have at its end, in positions."""
         config, weight = draft.config, draft.fc.weight
         room = longest + config.slots
         shape = (config.num_hidden_layers, rows, config.num_key_value_heads, room, config.head_dim)
@@ -86,11 +86,11 @@ class TextKeys:
         self.lengths = [0] * rows
 
     def clear(self, row: int) -> None:
-        """Empty a row."""
+        """Forget the text in a row."""
         self.lengths[row] = 0
 
     def move(self, row: int, to: int) -> None:
-        """Move a row to row ``to``."""
+        """Move the text in a row to row ``to``."""
         length = self.lengths[to] = self.lengths[row]
         for buffer in (self._keys, self._values):
             buffer[:, to, :, :length] = buffer[:, row, :, :length]

@@ -270,7 +270,7 @@ class Eagle3State:
         return over_vocabulary(self.read(texts), self.output_tokens, self._target.vocab_size)
 
     def run_level(self, trees: Sequence[TokenTree], first: Sequence[int]) -> list[Tensor]:
-        """Run each tree's nodes from ``first`` on; return their logits, (nodes, vocab) for each row."""
+        """Run the nodes of each tree from ``first[row]`` on; return their logits, (nodes, vocab) for each row."""
         news = [tree.token_list[begin:] for tree, begin in zip(trees, first, strict=True)]
         device = self.draft.device
         tokens = torch.tensor([token for new in news for token in new]).to(device, non_blocking=True)

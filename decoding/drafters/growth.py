@@ -83,7 +83,7 @@ class StaticTree:
         return tuple(budget for budget in self.budgets if budget.nodes == budget.depth + 1)
 
     def _sizes(self) -> tuple[Budget, ...]:
-        """List the budgets.
+        """List the budgets: the sizes to which the tree can be cut.
 
         Every depth has a budget with all ranks and a budget with only rank 0; the full depth also has budgets with 2,
         4, ... ranks.
@@ -135,7 +135,7 @@ class ConditionalLogits:
 
 
 class _Level(NamedTuple):
-    """Nodes with children at one depth, in all trees of a batch; node numbers continue from tree to tree."""
+    """The nodes at one depth that have children, in all trees of a batch; node numbers continue from tree to tree."""
 
     rows: Int[Tensor, " parents"]
     parents: Int[Tensor, " parents"]
@@ -204,7 +204,7 @@ class Growth:
         self._levels = lru_cache(maxsize=64)(_levels)
 
     def kind(self, sampling: SamplingConfig) -> ProposalKind:
-        """Return the kind of all proposals under these controls."""
+        """Return the kind that all proposals have under these controls."""
         if not self.sampled or sampling.greedy:
             return ProposalKind.DETERMINISTIC
         # The single children of a chain are the same with and without replacement.
@@ -280,7 +280,7 @@ class GrownDrafter(Drafter):
     growth: Growth
 
     def _grow(self, tree: StaticTree, sampled: bool, noun: str | None = None) -> None:
-        """Set the shape and the label.
+        """Set the shape of the trees and the drafter's label.
 
         The label states the number of tokens, or, if ``noun`` is "tree" or "chain", the number of drafted nodes.
         """
@@ -299,7 +299,7 @@ class GrownDrafter(Drafter):
 
 
 def _draw_order(shape: TreeShape) -> tuple[int, ...]:
-    """Return each drafted node's index among its siblings, in draw order."""
+    """Return, for each drafted node, its place in the draw order of its siblings (from 0)."""
     indices = {child: index for children in shape.children for index, child in enumerate(children)}
     return tuple(indices[node] for node in range(1, len(shape)))
 
@@ -311,7 +311,7 @@ def _history(
     known: Int[Tensor, " nodes"],
     texts: TextRows,
 ) -> HistoryRows:
-    """Return the history before the children of each parent of the level."""
+    """Return, for each parent of the level, the history of a text that continues with a child of this parent."""
     tokens = known.cpu().split([len(shape) for shape in shapes])
     return HistoryRows.cat(
         [

@@ -69,7 +69,7 @@ class HybridDrafter(Drafter):
         self.budgets = tuple(Budget(max(a.depth, b.depth), a.nodes + b.nodes - 1) for a, b in self._pairs)
 
     def split(self, max_nodes: int) -> tuple[int, int]:
-        """Split ``max_nodes`` between the trees of ``first`` and ``lookup``; each share counts its own root."""
+        """Split ``max_nodes`` between the trees of ``first`` and ``lookup``; both numbers include the root."""
         fitting = [first.nodes for first, lookup in self._pairs if first.nodes + lookup.nodes - 1 <= max_nodes]
         first_nodes = fitting[-1] if fitting else max_nodes
         return first_nodes, max_nodes - first_nodes + 1
@@ -88,7 +88,7 @@ class HybridDrafter(Drafter):
 
 
 class _Mean:
-    """A running mean of the last trials, with a prior."""
+    """A mean over the last trials, which is combined with a prior."""
 
     def __init__(self) -> None:
         self._value, self._trials = 0.0, 0.0
@@ -102,7 +102,7 @@ class _Mean:
 
 
 class _FirstChoice:
-    """One text's decisions on drafting with the first drafter, and the results on which they are based."""
+    """The decisions for one text whether the first drafter drafts, and the results on which they are based."""
 
     def __init__(self) -> None:
         self._looked_up = [_Mean() for _ in range(_LENGTHS)]

@@ -17,7 +17,8 @@ from decoding.rules.tree import Proposal, ProposalKind, TokenTrie
 
 
 class PromptLookupDrafter(TextDrafter):
-    """Drafter of up to ``branches`` continuations of ``tokens`` tokens, from the prompt and the output so far.
+    """Drafter of up to ``branches`` continuations, each of up to ``tokens`` tokens, that it finds in the prompt and in
+    the output so far.
 
     The first branch continues the latest earlier occurrence of the longest suffix. Further branches continue other
     occurrences: first occurrences of longer suffixes, and among equal lengths the latest occurrences. Equal beginnings

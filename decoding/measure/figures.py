@@ -87,7 +87,7 @@ def settings(report: Report) -> list[str]:
 
 
 def named(rows: Iterable[ReportRow], setting: str) -> list[ReportRow]:
-    """Return the rows of one setting."""
+    """Return the rows with this setting."""
     return [row for row in rows if row.setting == setting]
 
 
@@ -140,7 +140,7 @@ def below_from(points: Sequence[tuple[int, float]]) -> int | None:
 
 
 def answers(report: Report) -> list[str]:
-    """Return a sentence for each setting.
+    """Return one sentence for each setting.
 
     It names the fastest method, and the load or context from which on this method is slower than plain decoding.
     """

@@ -85,7 +85,7 @@ class SameTexts:
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """Shares of the decoding time."""
+    """The shares of the decoding time that drafting, verifying and everything else take."""
 
     draft: float
     verify: float

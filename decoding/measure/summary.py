@@ -51,7 +51,7 @@ def _rows(
     curve: Mapping[int, float] | None = None,
     ids: set[str] | None = None,
 ) -> list[ReportRow]:
-    """Return a row for each method with records in the cell; a wave counts only if all its questions are in ``ids``."""
+    """Return a row for each method with records in the cell. Waves count only if all their questions are in ``ids``."""
     by_method: dict[tuple[str, str], list[Record]] = {}
     for record in sorted(records.by_key.values(), key=lambda record: record.key[1:]):
         if record.key.cell == cell and (ids is None or ids.issuperset(record.prompts)):
@@ -121,7 +121,7 @@ def tokens_and_seconds(record: Record, with_prefill: bool = False) -> tuple[floa
 
 
 def _by_wave(records: Sequence[Record], with_prefill: bool = False) -> dict[int, tuple[float, float]]:
-    """Return (tokens, seconds) of each wave, summed over its turns and rounds, which are not independent."""
+    """Return (tokens, seconds) of each wave. Both are summed over turns and rounds, which are not independent."""
     by_wave: dict[int, tuple[float, float]] = {}
     for record in records:
         tokens, seconds = by_wave.get(record.key.wave, (0.0, 0.0))

@@ -29,8 +29,9 @@ from decoding.model.turns import CacheHolder, CacheTurns, lock_of
 from decoding.rules.tree import TokenTree
 
 _PREFILL_TOKENS = 1 << 14
-"""Largest number of tokens, including padding, in one prefill pass. So many tokens keep a GPU fully busy; 32 texts of
-8k tokens in one pass would take 40 GB."""
+"""Largest number of tokens, including padding, in one prefill pass. This number of tokens keeps a GPU fully busy; 32
+texts of 8k tokens in one pass would take 40 GB.
+"""
 
 
 class CausalLM:

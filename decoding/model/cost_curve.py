@@ -1,4 +1,4 @@
-"""The cost curve, measured on this machine: seconds of a target pass by its number of new tokens."""
+"""The cost curve: how many seconds a target pass takes on this machine, by its number of new tokens."""
 
 import math
 import statistics

@@ -60,7 +60,8 @@ class TreeMasks:
         self._stored = lru_cache(maxsize=256)(self._of_shape)
 
     def of_trees(self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int) -> Any:
-        """Make additive masks (rows, 1, queries, keys), because eager attention silently misreads boolean 4-D masks.
+        """Make additive masks for these trees, (rows, 1, queries, keys). They are additive because eager attention
+        silently misreads boolean 4-D masks.
 
         Returns one mask for all layers, or a dict by layer type if the model mixes full and sliding attention.
         """

@@ -190,7 +190,7 @@ def capture_taps(
 def begun_behind(
     model: nn.Module, count: int, tap: int, states: Float[Tensor, "batch positions hidden"], in_tuple: bool = False
 ) -> Iterator[None]:
-    """Inside the context, passes skip the layers up to ``tap`` (of ``count``) and start from ``states`` instead.
+    """While the context lasts, passes skip the layers up to ``tap`` (of ``count``) and start from ``states`` instead.
 
     ``in_tuple``: layers of this family return their states in a tuple.
     """

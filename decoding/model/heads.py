@@ -163,8 +163,8 @@ class MedusaHead(nn.Module):
     def written(
         self, features: Float[Tensor, "*batch hidden"], lm_head: nn.Module | None
     ) -> Float[Tensor, "*batch vocab"]:
-        """Return the logits from the output layer of the head or the target, in the dtype and on the device of that
-        layer.
+        """Return the logits, computed by the output layer of the head or of the target, in this layer's dtype and on
+        its device.
         """
         writer = lm_head if self.lm_head is None else self.lm_head
         if writer is None:

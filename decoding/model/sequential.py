@@ -28,7 +28,8 @@ from 0.3 to 0.9 (dev/log/2026-11-25.md).
 
 
 class SequentialCache(PreallocatedCache):
-    """The tokens of each row, and a `transformers` cache of a prefix that can be restored.
+    """The tokens of each row, and a `transformers` cache of the first of these tokens, which can be reset to an earlier
+    state.
 
     Without a cache, each pass runs the whole text.
     """
@@ -55,7 +56,7 @@ class SequentialCache(PreallocatedCache):
         return text.begin()
 
     def held(self, row: int) -> Cache | None:
-        """Return the cache that a row's pass reads and writes."""
+        """Return the `transformers` cache that a pass over this row reads and writes."""
         return self._rows[row].cache
 
     def truncate(self, row: int, length: int) -> None:
@@ -74,7 +75,9 @@ class SequentialCache(PreallocatedCache):
 
 
 class _Row:
-    """One text: its tokens, a cache of the first ``_live`` tokens, and the states after the first ``_kept`` tokens."""
+    """A text: its tokens, a cache of its first ``_live`` tokens, and the model's states after its first ``_kept``
+    tokens.
+    """
 
     def __init__(self, new: Callable[[], Cache] | None) -> None:
         self.tokens: list[int] = []
@@ -88,7 +91,7 @@ class _Row:
         return len(self.tokens) - self._live
 
     def begin(self) -> list[int]:
-        """Keep the current states; return the tokens that must run after them."""
+        """Keep the current states, so that they can be restored; return the tokens that must run after them."""
         fed = self.tokens[self._live :]
         if self.cache is not None:
             self._kept, self._states = self._live, [_states_of(layer) for layer in self.cache.layers]

@@ -220,7 +220,7 @@ def typical_acceptance(epsilon: float = 0.09, delta: float = 0.3) -> Rule:
 def typical(
     proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource, epsilon: float, delta: float
 ) -> Verdict:
-    """Decide by typical acceptance, as described in `typical_acceptance`."""
+    """Return the verdict of typical acceptance, as described in `typical_acceptance`."""
     tree = proposal.tree
     entropy = -torch.special.xlogy(p, p).sum(-1)
     threshold: list[float] = torch.clamp(delta * torch.exp(-entropy), max=epsilon).tolist()
@@ -264,12 +264,12 @@ RULES: dict[str, Rule] = {
 
 
 def lossless_rule(proposal: Proposal) -> Rule:
-    """Return the default lossless sampling rule for this proposal."""
+    """Return the lossless sampling rule with which this proposal is verified by default."""
     return lossless_rule_for(proposal.kind, proposal.tree.shape.is_chain)
 
 
 def lossless_rule_for(kind: ProposalKind, is_chain: bool) -> Rule:
-    """Return the default lossless sampling rule for proposals of this kind.
+    """Return the lossless sampling rule with which proposals of this kind are verified by default.
 
     With q, the rule is block verification for sampled chains and traversal verification for all other proposals; these
     rules keep the most tokens. Without q, the rule is `sampled_verify`: for deterministic tokens all rules keep equally

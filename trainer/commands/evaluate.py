@@ -217,7 +217,8 @@ def _check_filled(asker: Asker, config: EvaluationConfig, prompts: str) -> None:
 
 
 def _account(options: EvaluateOptions, config: EvaluationConfig, models: LoadedModels, asker: Asker) -> dict[str, Any]:
-    """Return the command, its settings and the fingerprints of all inputs, without local paths.
+    """Return an account of the evaluation, without local paths: the command, its settings, and the fingerprints of all
+    inputs.
 
     ``drafters`` maps the name that the report's rows show for a drafter to its spec; ``fingerprints`` maps specs to the
     fingerprints of their weights.

@@ -177,7 +177,8 @@ def _row_of(outcome: Outcome) -> dict[str, Any]:
 
 
 def described_prompts(source: Path) -> list[Any]:
-    """Return what regenerated files say about their prompts: a name, or how the target wrote them, with counts.
+    """Return how files of regenerated answers describe their prompts: by a name, or by how the target wrote them, with
+    counts.
 
     ``source`` is a file or a folder of files. The list is empty for answers that were not regenerated.
     """

@@ -206,7 +206,7 @@ def _epoch_order(epoch: int, size: int, seed: int) -> Tensor:
 
 
 class IndexedExample(NamedTuple):
-    """A sequence of a batch, and its index in the data set (-1 for a generated sequence)."""
+    """A sequence in a batch, and its index in the data set (-1 for a generated sequence)."""
 
     example: Example
     example_index: int
@@ -251,7 +251,7 @@ class Offline:
 
 
 class _Examples(Sequence[Example]):
-    """Sequences that are built each time they are accessed."""
+    """A list of sequences, each of which is built whenever it is accessed."""
 
     def _at(self, index: int) -> Example:
         raise NotImplementedError

@@ -162,7 +162,7 @@ def _load_prompts(path: str, section: DataSection, tokenizer: PreTrainedTokenize
 
 
 def not_held_out(heldout: str, train: str) -> str:
-    """Return a warning that the settings of training data and held-out data name the same data."""
+    """Return a warning that the training data and the held-out data are the same, according to their settings."""
     return f"warning: {heldout} is the same data as {train}, so held-out figures are measured on training data"
 
 

@@ -25,7 +25,7 @@ from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import DraftRecipe, LoopTrains, PolicySection
 
 TEXT_PROMPT = 64
-"""Number of first tokens of a plain text that serve as its prompt; at most half of a text serves as its prompt."""
+"""Number of tokens at the start of a plain text that serve as its prompt, but never more than half of the text."""
 GENERATED = "generated"
 """The folder of generated texts in a run's output."""
 AnswerSource = Literal["offline", "target", "loop"]

@@ -195,7 +195,7 @@ def _load_zero_moments(module: nn.Module, engine: Any, moments: Mapping[str, Ten
 
 
 def _own_part(value: Tensor, parameter: Any) -> Tensor:
-    """Return this process's part of a tensor as ZeRO-3 cuts it, padded if the parts are uneven.
+    """Return the part of a tensor that ZeRO-3 gives to this process, padded if the parts are uneven.
 
     If the parts are uneven, DeepSpeed's setter of whole tensors reads past the end of the tensor.
     """

@@ -61,7 +61,7 @@ class LoopAcceptance:
 
 
 class Position(NamedTuple):
-    """Share of drafts accepted up to a position (from 1), here and on the server.
+    """The share of drafts whose tokens are accepted at least up to a position (from 1), here and on the server.
 
     ``real``: True if the two shares differ significantly.
     """
@@ -93,7 +93,7 @@ def compare_positions(ours: LoopAcceptance, server: Counts) -> list[Position]:
 
 
 class Difference(NamedTuple):
-    """Distance between the server's and our number of tokens per target pass.
+    """How far the server's number of tokens per target pass is from our number.
 
     ``least`` is the smallest significant distance. ``whole`` is the distance of a server that accepts nothing.
     """

@@ -85,7 +85,7 @@ def compare_rendered(
 
 
 def _variants(prompt: HeldOutPrompt, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Yield common wrong renderings of a prompt: a description, its remedy, and the token ids."""
+    """Yield common wrong ways to render a prompt, each as a description, a remedy, and the token ids."""
     bos = tokenizer.bos_token_id
     if bos is not None and prompt.ids[:1] == (bos,):
         yield f"lacks the BOS ({bos})", "serve the tokenizer that was used in training", prompt.ids[1:]

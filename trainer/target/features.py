@@ -45,7 +45,9 @@ _MEASURED = 32
 
 @dataclass(frozen=True)
 class FeatureOrigin(Origin):
-    """The origin of features. ``data``: fingerprint of token ids and document lengths of all examples, in order."""
+    """Everything from which stored features were made. ``data``: fingerprint of token ids and document lengths of all
+    examples, in order.
+    """
 
     noun: ClassVar[str] = "features"
     row: ClassVar[str] = "token"

@@ -1,4 +1,5 @@
-"""What new heads and drafts take from target and data: the tokens that they write, and fitted first weights.
+"""What new heads and drafts get from the target and the data: the tokens that they can write, and fitted initial
+weights.
 
 First weights of heads and Markov biases are fitted by least squares to the target's own states. An lm_head predicts
 well from inputs that resemble the target's own last states. Therefore this regression is already a speculator: y = A_k
@@ -38,7 +39,8 @@ def most_frequent_trained(
     examples: Sequence[Example],
     setting: str = "draft.vocabulary",
 ) -> tuple[int, ...]:
-    """Return the most frequent trained tokens below ``known``, and all tokens that end a text.
+    """Return ``count`` tokens below ``known``: all tokens that end a text, and the most frequent tokens of the training
+    answers.
 
     ``setting`` is the recipe's key for ``count``, which messages name.
     """
@@ -76,7 +78,7 @@ _SPREAD = 3.0
 
 
 class Start(NamedTuple):
-    """First weights, on the CPU: the weights of the heads' maps, and T as a product of two matrices."""
+    """Initial weights, on the CPU: the weights of the heads' linear maps, and T as a product of two matrices."""
 
     maps: Float[Tensor, "heads hidden hidden"]
     """A_k, from x (columns) to y (rows)."""

@@ -38,7 +38,7 @@ _IN_CACHE, _AT_ONCE = 1 << 20, 1 << 25  # probabilities to draw from at a time, 
 
 @dataclass(frozen=True)
 class TeacherOrigin(Origin):
-    """The origin of a cache. ``data``: fingerprint of the contents of all examples."""
+    """Everything from which a teacher cache was made. ``data``: fingerprint of the contents of all examples."""
 
     noun: ClassVar[str] = "teacher logits"
     row: ClassVar[str] = "position"

@@ -74,8 +74,8 @@ class CascadeDrafter(Drafter):
 
 
 class _Judged(NamedTuple):
-    """The large draft's verdict on a guess; ``q`` has a row for each token of the verdict, or is None if nothing is
-    drawn.
+    """The large draft's verdict on a guess of the small draft. ``q`` has a row for each token of the verdict; it is
+    None if nothing is drawn.
     """
 
     verdict: Verdict

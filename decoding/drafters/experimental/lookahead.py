@@ -58,7 +58,7 @@ class LookaheadDrafter(Drafter):
 
 
 class LookaheadSession:
-    """Windows and pools of a batch; a step's predictions come to the host in one transfer."""
+    """The windows and pools of n-grams for a batch. The predictions of a step come to the host in one transfer."""
 
     def __init__(self, drafter: LookaheadDrafter, device: torch.device) -> None:
         self._drafter, self._device = drafter, device
@@ -88,7 +88,7 @@ class LookaheadSession:
 
 
 class _Window:
-    """Window and pool of one text."""
+    """The window and the pool of n-grams for one text."""
 
     def __init__(self, drafter: LookaheadDrafter, prompt_length: int) -> None:
         self._drafter = drafter

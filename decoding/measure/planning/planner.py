@@ -57,7 +57,8 @@ class PlanConfig:
 
 
 class CostSurvey:
-    """Measurement of costs with several drafters. It calls ``advance`` after the cost curve and after each drafter.
+    """A measurement of costs with several drafters. The survey calls ``advance`` after the cost curve and after each
+    drafter.
 
     Prompts that, together with their new tokens, are too long for the target or a drafter are left out.
     """
@@ -127,7 +128,9 @@ class MeasuredFamily:
 
 
 class Planner(CostSurvey):
-    """The measurements of one plan. It calls ``advance`` after each of `steps` pieces of work, for a progress bar."""
+    """The measurements of one plan. The planner calls ``advance`` after each of `steps` pieces of work, for a progress
+    bar.
+    """
 
     def __init__(
         self,

@@ -78,7 +78,7 @@ def likely_beginnings(reference: Reference, prompt: Sequence[int], draws: int) -
 
 
 def counts_after(path: tuple[int, ...], p: Tensor, texts: Sequence[tuple[int, ...]]) -> Cells:
-    """Count the tokens that follow a beginning in the texts."""
+    """Count the tokens that follow a beginning, in all texts that start with it."""
     follow = [text[len(path)] for text in texts if text[: len(path)] == path and len(text) > len(path)]
     return Cells.pooled(torch.bincount(torch.tensor(follow, dtype=torch.long), minlength=len(p)), p)
 

@@ -90,7 +90,7 @@ def greedy_identity(reference: Reference, texts: Sequence[EngineText]) -> Findin
 
 
 def end_of(text: EngineText, eos: Sequence[int], max_new_tokens: int) -> int:
-    """Return the correct length of a text: up to its first EOS, at most ``max_new_tokens``."""
+    """Return the length that a text should have: up to its first EOS, at most ``max_new_tokens``."""
     ends = (index for index, token in enumerate(text.tokens, start=1) if token in eos)
     return min(next(ends, max_new_tokens), max_new_tokens)
 
