@@ -1,4 +1,4 @@
-"""Durations of a step's phases, measured without synchronising host and device."""
+"""Measures how long the phases of a step take, without making the host wait for the device."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Rows of data sets: the meaning of their columns and messages, under all names that data sets use for them.
+"""What the columns and messages in rows of data sets mean, under all the names that data sets use for them.
 
 | columns | meaning |
 |---|---|

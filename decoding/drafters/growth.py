@@ -1,4 +1,4 @@
-"""Growth of trees with a fixed shape, one depth after another. Each node has its own distribution of children."""
+"""Grows trees of a fixed shape, one depth after another. The children of each node come from a separate distribution."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache

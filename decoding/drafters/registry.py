@@ -77,7 +77,7 @@ _PREFIX = "lookup_"
 
 
 def _hybrid(first: Entry | None = None) -> Entry:
-    """Make the entry of ``first`` combined with a lookup.
+    """Make the entry of the drafter that combines ``first`` with a lookup.
 
     If ``first`` is None, make the registry's entry, in which ``of`` is not known yet. The lookup's options begin with
     `_PREFIX`.

@@ -1,4 +1,5 @@
-"""Contents of a folder: JSON objects, and weights in one safetensors file or in several shards with an index.
+"""Reads, writes and checks JSON objects and weights in a folder. The weights are in one safetensors file, or in several
+shards with an index.
 
 A size in a ``config.json`` may be wrong; the header of a safetensors file is reliable, because the library checks it
 against the file's length. Comparing the two finds a wrong config within milliseconds, before memory is allocated.

@@ -59,8 +59,8 @@ def read_evaluation(folder: Path) -> RecordedEvaluation:
 
 @dataclass(frozen=True)
 class RatioConclusion:
-    """Conclusion from a ratio. ``needed``: the number of prompts that would settle the question, if the pairs do not
-    settle it.
+    """Conclusion from a ratio. ``needed``: if there were too few prompts to conclude anything, the number of prompts
+    that would be enough.
     """
 
     kind: Literal["real", "none", "open", "unmeasured"]

@@ -82,7 +82,7 @@ def speed_of(row: ReportRow) -> float | None:
 
 
 def settings(report: Report) -> list[str]:
-    """Return the report's settings in its order."""
+    """Return the settings of a report, in the order in which the report lists them."""
     return list(dict.fromkeys(row.setting for row in report.rows))
 
 

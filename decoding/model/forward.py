@@ -1,4 +1,5 @@
-"""One pass of a transformers model over this project's cache: the model's two ends, taps on its layers, and outputs.
+"""One forward pass of a transformers model over this project's cache: access to the model's two ends, taps on its
+layers, and the outputs.
 
 The two ends are the embedding of the input tokens, and the lm_head with the last hidden state. Every architecture names
 these layers (`get_input_embeddings`, `get_output_embeddings`), so no family-specific code is needed. Decoding and

@@ -1,5 +1,5 @@
-"""Chains, row by row, on models that cannot run trees because they have recurrent states, chunks or positions by token
-order.
+"""Runs chains, row by row, on models that cannot run trees, because these models have recurrent states, attend in
+chunks, or derive positions from the order of the tokens.
 
 A recurrent state cannot drop a rejected token, so the states after a prefix are kept. Each pass runs the tokens that
 were accepted after this prefix, followed by the new draft. If the whole draft is accepted, the prefix moves to its end.

@@ -113,9 +113,9 @@ class _Target:
             self._p = None if sampling.greedy else probabilities(self.logits, sampling, history)
 
     def at(self, nodes: Int[Tensor, " nodes"] | slice) -> Float[Tensor, "nodes vocab"]:
-        """Return p at these nodes."""
+        """Return the target's distribution p at these nodes."""
         return probabilities(self.logits[nodes], self._sampling) if self._p is None else self._p[nodes]
 
     def of_row(self, row: int) -> Float[Tensor, "nodes vocab"]:
-        """Return p at all nodes of a row's tree."""
+        """Return the target's distribution p at all nodes of a row's tree."""
         return self.at(slice(self.first[row], self.first[row] + self._sizes[row]))

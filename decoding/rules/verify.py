@@ -180,7 +180,9 @@ _Visit = tuple[int, float, Tensor, Iterator[tuple[int, Tensor]]]
 def _children_with_q(
     proposal: Proposal, node: int, like: Float[Tensor, " vocab"]
 ) -> Iterator[tuple[int, Float[Tensor, " vocab"]]]:
-    """Yield a node's children in draw order, each with its q given the children before it."""
+    """Yield the children of a node in draw order. Each comes with the q from which it was drawn, given the children
+    drawn before it.
+    """
     token_list, drawn = proposal.tree.token_list, None
     drawn_nodes, kind = proposal.drawn or (len(token_list), proposal.kind)
     for child in proposal.tree.shape.children[node]:

@@ -218,7 +218,7 @@ def _begin(path: Path, set_aside: Path, settings: dict[str, Any], about: dict[st
 
 @dataclass
 class Summary:
-    """Counts of one run.
+    """Counts of one run that requests answers.
 
     ``reasoned`` counts answers with reasoning, and ``reasoned_only`` counts answers that consist only of reasoning.
     ``other_models`` counts conversations that name another model than the one that answered. ``texts_alone`` counts

@@ -172,7 +172,9 @@ def check_drafts(
 
 
 class _Reading(NamedTuple):
-    """The texts of one drafter with their counts, and, if the drafter has heads, their logits at some positions."""
+    """What one drafter wrote: the texts with their counts and, if the drafter has heads, logits of the heads at some
+    positions.
+    """
 
     label: str
     decoded: list[Generation]

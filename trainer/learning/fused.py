@@ -197,7 +197,7 @@ def _mixed(
 
 
 def _hits(scores: Float[Tensor, "rows outputs"], right: Int[Tensor, " rows"]) -> Bool[Tensor, " rows"]:
-    """Mark the rows whose argmax is ``right``.
+    """Mark the rows whose argmax is the output ``right``.
 
     On a CPU argmax is slow, so it runs only on rows whose argmax may be ``right``.
     """
@@ -249,7 +249,8 @@ class _Outputs:
     def compare(
         self, taught: KnownLogits, soft: Softmax, temperature: float, repeat: Callable[[Tensor], Tensor]
     ) -> tuple[TokenDivergences, Callable[[Tensor], Tensor]]:
-        """Return p and q on the known outcomes, and a function from pulls to the gradient of all logits.
+        """Return p and q on the outcomes that the teacher knows, and a function that turns pulls into the gradient of
+        all logits.
 
         ``repeat`` is a function that repeats the values of groups for the rows of ``soft``.
         """

@@ -48,7 +48,7 @@ _CHOOSING = ("evaluation", "held-out data")
 
 
 class Change(NamedTuple):
-    """A setting with its name, recorded value and present value: ``training.steps (8, now 12)``."""
+    """A setting that differs: its name, recorded value and present value, as in ``training.steps (8, now 12)``."""
 
     name: str
     before: Any

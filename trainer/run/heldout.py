@@ -131,7 +131,7 @@ def _evaluator(job: Job, target: StoredTarget, accelerator: Accelerator | None) 
 
 
 class Watch:
-    """Evaluations during a run. If the recipe keeps the best weights, the evaluations choose the final weights.
+    """The evaluations during a run. If the recipe keeps the best weights, the evaluations choose the final weights.
 
     Every process takes part, with whole parameters, and gets the same result; only the main process writes.
     """

@@ -124,7 +124,7 @@ def _raise(error: BaseException | None) -> None:
 
 
 class Parts(NamedTuple):
-    """What every step of a run needs."""
+    """Everything that each step of a run needs."""
 
     objective: Objective
     runner: Runner

@@ -91,7 +91,7 @@ class Start(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """The regression's coefficients, in fp32."""
+    """The coefficients of the regression, in fp32."""
 
     maps: Float[Tensor, "heads hidden hidden"]
     shifts: Float[Tensor, "heads hidden"]

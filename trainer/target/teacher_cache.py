@@ -73,7 +73,7 @@ class TeacherOrigin(Origin):
         )
 
     def columns(self) -> dict[str, Column]:
-        """Return the columns: low and high parts of ids, logits, and the log total."""
+        """Return the columns: the low and high parts of token ids, the logits, and the log of the softmax's total."""
         kept = (self.top_k + self.tail,)
         columns = {"ids": Column(torch.uint16, kept), "logits": Column(self.torch_dtype, kept)}
         if self.vocab_size > _TWO_BYTES:

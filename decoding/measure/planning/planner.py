@@ -150,8 +150,8 @@ class Planner(CostSurvey):
 
     @property
     def steps(self) -> int:
-        """Number of pieces of work: the acceptance of each family, and for each batch size the curve, the choices, and
-        the costs of each family.
+        """Number of pieces of work: one for the acceptance of each family, and for each batch size one for the cost
+        curve, one for the choices, and one for the costs of each family.
         """
         return len(self.families) + len(self.config.batch_sizes) * (2 + len(self.families))
 
