@@ -171,11 +171,11 @@ class Drafter(ABC):
         return self.budgets if self.chains_only else ()
 
     def budgets_on(self, target: CausalLM) -> tuple[Budget, ...]:
-        """Return the budgets for a target: only chains if it cannot run trees."""
+        """Return the budgets for a target; if the target cannot run trees, these are only budgets for chains."""
         return self.budgets if target.no_trees is None else self.chains
 
     def label_on(self, target: CausalLM) -> str:
-        """Return the label for a target: a drafter of trees drafts a chain if the target runs no trees."""
+        """Return the label for a target. If the target cannot run trees, a drafter of trees drafts a chain."""
         cut = target.no_trees is not None and not self.chains_only
         return f"{self.name}, chain of {self.chains[-1].depth}" if cut and self.chains else self.label
 

@@ -1,4 +1,4 @@
-"""Grows trees of a fixed shape, one depth after another. The children of each node come from a separate distribution."""
+"""Grows trees of a fixed shape, one depth after another. The children of a node come from their own distribution."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -47,7 +47,8 @@ in the batch and its token."""
 
 
 class StaticTree:
-    """A tree of ranks that can be cut to a depth, and to the nodes whose paths use only the best ``width`` ranks.
+    """A tree of ranks, which can be cut to a smaller depth, or to the nodes whose paths use only the best ``width``
+    ranks.
 
     A cut never depends on the drafted tokens.
     """

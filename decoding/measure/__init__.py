@@ -1,1 +1,1 @@
-"""Measures methods of decoding on prompts: the evaluation, other software to compare with, and reports of the figures."""
+"""Measures methods of decoding on prompts: evaluations, other software for comparison, and reports of the figures."""

@@ -121,7 +121,9 @@ class Eagle3Draft(nn.Module):
         self.d2t.copy_(d2t_of(tokens))
 
     def fused(self, states: Float[Tensor, "*batch slots taps"]) -> Float[Tensor, "*batch slots hidden"]:
-        """Map the target's states after the draft's layers, concatenated, to the vector that the draft reads."""
+        """Map the target's states after the layers that the draft reads, concatenated, to the vector that enters the
+        draft.
+        """
         states = states.to(self.fc.weight)
         if self.input_norm is not None:
             states = self.input_norm(states)

@@ -46,7 +46,9 @@ class Rule:
         return "lossless" if self.lossless else "lossy"
 
     def check(self, kinds: Collection[ProposalKind], are_chains: bool) -> None:
-        """Raise UserError unless the rule was derived for these kinds, and for trees unless ``are_chains``."""
+        """Raise UserError unless the rule was derived for proposals of these kinds. Unless ``are_chains``, the rule
+        must also have been derived for trees.
+        """
         if unfit := sorted(kind.value for kind in kinds if kind not in self.kinds):
             fitting = " or ".join(sorted(kind.value for kind in self.kinds))
             raise UserError(f"the {self.name} rule takes {fitting} proposals, not {' or '.join(unfit)} proposals")

@@ -88,7 +88,7 @@ class Backend(Protocol):
 
 
 class AnswerFile:
-    """The answers on disk, locked by one run.
+    """The answers on disk, which one run at a time locks.
 
     If the file is reopened with the same settings, finished answers are recognised.
     """

@@ -135,7 +135,7 @@ def load_splits(
 
 
 def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> Dataset:
-    """Load only the held-out data, never packed.
+    """Load only the held-out data, which is never packed.
 
     Rows without answers suffice, because evaluations decode from prompts.
     """

@@ -122,7 +122,7 @@ class Ending(NamedTuple):
 
 
 class Race:
-    """A prompt decoded plainly and speculatively.
+    """Two decodings of the same prompt, one plain and one speculative.
 
     The side that has used less time takes the next step, and each side counts only the seconds of its own steps. So
     both texts always look as if each ran on a separate machine for the same time.

@@ -303,7 +303,7 @@ def chunk_rows(width: int, itemsize: int, device: torch.device, compared: bool) 
 
 
 def block_rows(width: int, logits: Tensor) -> int:
-    """Return how many rows of ``width`` logits one softmax in fp32 or fp64 takes."""
+    """Return how many rows of ``width`` logits go into one softmax in fp32 or fp64."""
     size = _BLOCK_BYTES if logits.device.type == "cpu" else _GPU_BLOCK_BYTES
     return _rows_within(size, width, wide_dtype(logits.dtype).itemsize)
 

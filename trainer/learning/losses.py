@@ -1,4 +1,5 @@
-"""Loss terms of drafts and heads with their gradients in closed form; teachers; and rows that share a label.
+"""The loss terms of drafts and heads, with gradients in closed form; the teachers; and the groups of rows that share a
+label.
 
 The tests compare `TokenDivergences` with readable formulas.
 
@@ -214,8 +215,8 @@ class TokenDivergences:
 
 
 class KnownLogits(NamedTuple):
-    """Logits of the target at some positions: over the whole vocabulary, or over some tokens together with the log
-    total.
+    """The target's logits at some positions: over the whole vocabulary, or over some tokens with the logsumexp over all
+    tokens.
     """
 
     logits: Float[Tensor, "rows known"]

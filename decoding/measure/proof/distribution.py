@@ -1,4 +1,4 @@
-"""Tests of sampled texts: mean log-probability of tokens, and counts of next tokens."""
+"""Tests of sampled texts, by the mean log-probability of their tokens and by counts of next tokens."""
 
 from collections.abc import Sequence
 
