@@ -5,7 +5,7 @@ Two figures describe acceptance; their formulas are defined here:
 - per-position acceptance at i (from 1): drafts accepted to depth i / drafts of depth i or more that were accepted to
   depth i - 1.
 
-Other programs report other ratios of the same counts. They are computed only for comparison:
+Other programs report other ratios of the same counts. These ratios are computed only for comparison:
 - `Acceptance.unconditional`: drafts accepted to depth i / drafts of depth i or more;
 - `Acceptance.reached`: passes that accepted at least i drafted tokens / all passes;
 - `Acceptance.acceptance_length`: 1 + accepted tokens / all passes;

@@ -146,9 +146,9 @@ class _Seconds:
         """True if the next step should be plain, because plain steps were never timed, too rarely, or too long ago.
 
         Once two plain steps are known, the next plain step is due when it lowers the speed by a share of less than
-        `_TIMING`. That is soon if drafts gain little, because a wrong time for plain steps would then hide whether
-        drafts gain at all, and it is late if drafts gain much. On a machine whose speed changes, an old time would make
-        drafts look faster or slower than they are.
+        `_TIMING`. If drafts gain little, this plain step comes soon, because a wrong time for plain steps would hide
+        whether drafts gain at all. If drafts gain much, the step comes late. On a machine whose speed changes, an old
+        time would make drafts look faster or slower than they are.
         """
         count = sum(map(len, self._of.get(NO_DRAFT, {}).values()))
         pause = self._steps - self._tried_at.get(NO_DRAFT, 0)
@@ -260,8 +260,8 @@ class AdaptivePolicy:
     plain steps at first and 1.5% of the time later, if a drafting step takes at most as long as two plain steps; more
     expensive drafts cost more. Seconds depend on the number of texts decoded together, so they are learned separately
     for each power of two. The policy reads the clock, so the shapes of passes differ between runs. Sampled texts with
-    the same seed may therefore differ. In dtypes narrower than fp32, greedy texts may differ as well, at tokens where
-    the two best logits are almost equal.
+    the same seed may therefore differ. In dtypes narrower than fp32, greedy texts may also differ, at tokens where the
+    two best logits are almost equal.
     """
 
     name = "adaptive"

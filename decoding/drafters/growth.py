@@ -1,4 +1,4 @@
-"""Grows trees of a fixed shape, one depth after another. The children of a node come from their own distribution."""
+"""Grows trees of a fixed shape, one depth after another. Each node has a separate distribution of children."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache

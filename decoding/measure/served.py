@@ -154,7 +154,7 @@ def _measurable(row: ReportRow, counted: bool) -> ReportRow:
 
 
 def _of_server(row: ReportRow, by_key: Mapping[RunKey, Mapping[str, Any]]) -> ReportRow:
-    """Add what the client and the server's counters measured, and compare greedy texts with those of the plain
+    """Add what the client and the server's counters measured, and compare greedy texts with the texts of the plain
     endpoint.
     """
     own = row.setting, row.method, row.batch_size
@@ -174,7 +174,7 @@ def _of_server(row: ReportRow, by_key: Mapping[RunKey, Mapping[str, Any]]) -> Re
 def _same_texts(
     mine: Mapping[RunKey, Mapping[str, Any]], by_key: Mapping[RunKey, Mapping[str, Any]]
 ) -> SameTexts | None:
-    """Count the greedy texts that equal those of the plain endpoint; servers do not report logits, so margins are
+    """Count the greedy texts that equal the texts of the plain endpoint; servers do not report logits, so margins are
     unknown.
     """
     pairs = [(line, by_key.get(key._replace(method=PLAIN))) for key, line in mine.items()]

@@ -102,7 +102,7 @@ def _row(
 
 
 def _compared_to_plain(records: Records, mine: Sequence[Record]) -> SameTexts:
-    """Compare greedy texts with those of plain decoding."""
+    """Compare greedy texts with the texts of plain decoding."""
     margins = [margin for record in mine for margin in records.margins.get(record.key, (None,) * len(record.runs))]
     early = margins.count("ended")
     gaps = tuple(sorted(margin for margin in margins if isinstance(margin, float)))
@@ -131,8 +131,8 @@ def _by_wave(records: Sequence[Record], with_prefill: bool = False) -> dict[int,
 
 
 def _of_totals(mine: Sequence[Record], other: Sequence[Record], with_prefill: bool = False) -> Figure | None:
-    """Return the total tokens per second of ``mine`` divided by those of ``other``; prompts are weighted by their
-    numbers of tokens.
+    """Return the total tokens per second of ``mine`` divided by the tokens per second of ``other``; prompts are
+    weighted by their numbers of tokens.
     """
     if not mine or not other:
         return None

@@ -53,8 +53,8 @@ class CausalLM:
         time.
 
         With ``batch_invariant`` the outputs at a token do not depend on the other tokens of its pass, in any dtype. So
-        greedy texts equal those of plain decoding, and a text is the same alone and in a batch (see `BatchInvariant`).
-        Raises UserError if such a model cannot run trees.
+        greedy texts equal the texts of plain decoding, and a text is the same alone and in a batch (see
+        `BatchInvariant`). Raises UserError if such a model cannot run trees.
         """
         if reason := why_unfit(model):
             raise UserError(reason)

@@ -305,8 +305,8 @@ def _leaves_first(shape: TreeShape) -> list[int]:
 
 
 class AtOnce(NamedTuple):
-    """A function that applies a rule to many rows together, and the kinds of proposals for which it was derived. Its
-    verdicts equal those of the readable rule.
+    """A function that applies a rule to many rows together, and the kinds of proposals for which it was derived. The
+    function's verdicts equal the verdicts of the readable rule.
     """
 
     decide: Callable[[Undecided], Int[Tensor, "rows 3"]]

@@ -149,8 +149,8 @@ class Race:
 
     @property
     def speedup(self) -> float | None:
-        """Tokens per second of the speculative side, divided by those of the plain side; None until both have finished
-        the prefill.
+        """Tokens per second of the speculative side, divided by the tokens per second of the plain side; None until
+        both have finished the prefill.
         """
         plain, speculative = self.plain.tally.tokens_per_second, self.speculative.tally.tokens_per_second
         return speculative / plain if plain and speculative else None

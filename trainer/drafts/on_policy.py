@@ -73,7 +73,7 @@ class GeneratedText(NamedTuple):
 class TextWriter:
     """Generator of texts with a draft's current weights.
 
-    On a GPU, texts of the target are written with speculative decoding as well. Each text has a separate seed, so up to
+    On a GPU, texts of the target are also written with speculative decoding. Each text has a separate seed, so up to
     rounding a text does not depend on the other texts of its batch.
     """
 

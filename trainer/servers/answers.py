@@ -113,7 +113,9 @@ def completion_of(response: Any, streamed: bool = False) -> Completion:
 
 _REPLACED = {"id", "object", "created", "model", "usage", "metrics", "role", "type", "name"}
 _REPLACED |= {"finish_reason", "prompt_token_ids"}
-"""Fields that are complete in each event that contains them; other texts and lists continue those of earlier events."""
+"""Fields that are complete in each event that contains them; other texts and lists continue the texts and lists of
+earlier events.
+"""
 
 
 def join_events(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Answers from OpenAI-compatible servers, for many conversations at a time.
 
 The server applies the chat template and samples with its own generator, by default as the model's generation config
-says. It returns texts, and token ids if it has a field for them.
+says. The server returns texts. It also returns token ids if its protocol has a field for them.
 """
 
 import asyncio

@@ -4,7 +4,7 @@ the other compares the server's greedy texts with the target.
 In a correct text, every token is the target's best token or a near-tie with it, and the text ends where the target ends
 it. A server can also score its greedy texts, without a draft, in passes over one token and in passes over several
 tokens. A pass over several tokens may round differently from passes over one token, most of all with quantised weights.
-Speculation verifies drafts in passes over several tokens, so its texts may depart from those of plain decoding at
+Speculation verifies drafts in passes over several tokens, so its texts may depart from the texts of plain decoding at
 near-ties. The scores distinguish such differences from faults. Every request asks for one token, so nothing is drafted.
 The server's cache contains all but the last ``width`` tokens of the prompt, so these tokens are computed in one pass.
 """

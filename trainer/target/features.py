@@ -1,9 +1,9 @@
 """Features: the target's hidden states on disk, which replace runs of the target. See `trainer.target.store`.
 
-A row belongs to one token. For heads, the row contains the input of the lm_head, and the weight of the lm_head is
-stored as well. For a DSpark draft, the row contains the states after the layers that the draft reads, and after the
-last layer but one. From these last states, the target's last layer computes the lm_head's input at every step. Any
-number of heads or drafts can use the same features.
+A row belongs to one token. For heads, the row contains the input of the lm_head, and the weight of the lm_head is also
+stored. For a DSpark draft, the row contains the states after the layers that the draft reads, and after the last layer
+but one. From these last states, the target's last layer computes the lm_head's input at every step. Any number of heads
+or drafts can use the same features.
 """
 
 from collections.abc import Mapping, Sequence

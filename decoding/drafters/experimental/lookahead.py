@@ -13,7 +13,7 @@ guesses that the same pass verifies.
 The tree depends on the text and on the logits of earlier passes, never on this step's random numbers. So the tree is
 deterministic, and a rule for deterministic proposals is lossless at any temperature: given all earlier steps the tree
 is fixed, and each token is drawn from the target's distribution after the tokens before it. A path of the window may
-therefore be accepted as well. The predictions are the target's argmax without sampling controls, which affects only how
+therefore also be accepted. The predictions are the target's argmax without sampling controls, which affects only how
 often they are accepted.
 """
 

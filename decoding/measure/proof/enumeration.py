@@ -311,7 +311,7 @@ class RuleProof(NamedTuple):
 
     @property
     def lossless(self) -> bool:
-        """True if the probabilities differ from those of the target only by rounding (`LOSSLESS`)."""
+        """True if the probabilities differ from the target's probabilities only by rounding (`LOSSLESS`)."""
         return self.distance < LOSSLESS
 
 
