@@ -17,7 +17,7 @@ from trainer.files.folders import check_links, scratch_beside
 
 HEADS, DRAFT, DSPARK, EAGLE3 = "heads", "a draft model", "a DSpark draft", "an EAGLE-3 draft"
 NESTED = "speculators"
-"""Format with speculators' nested layout."""
+"""Format with the nested layout of the library speculators."""
 
 
 @dataclass(frozen=True)
