@@ -87,7 +87,7 @@ def find_answer(row: dict[str, Any]) -> str | None:
 
 
 class Prompt(NamedTuple):
-    """A row's prompt."""
+    """The prompt in a row, and the columns from which it was read."""
 
     name: str
     """The column of the prompt itself."""

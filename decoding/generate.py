@@ -69,7 +69,7 @@ class DecodingConfig:
 
 
 class DecodingBatch:
-    """Texts being decoded (row i is ``texts[i]``) and the prompts that wait for a row."""
+    """The texts that are being decoded (row i is ``texts[i]``) and the prompts that wait for a row."""
 
     def __init__(
         self,

@@ -69,7 +69,7 @@ class FixedPolicy:
 
 
 class _Acceptance:
-    """Per-position acceptance by depth, in which older trials have less weight."""
+    """The per-position acceptance by depth. Older trials have less weight."""
 
     def __init__(self, like: "_Acceptance | None" = None, factor: float = 1.0) -> None:
         """Until there are trials, the acceptance is assumed to be ``factor`` times the acceptance in ``like``."""

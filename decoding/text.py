@@ -30,7 +30,7 @@ class TextDecoder(Protocol):
 
 
 class StopCheck:
-    """Finder of a text's end inside a block of new tokens.
+    """Finder of the end of a text inside a block of new tokens.
 
     As in transformers' `generate`, a stop string may begin anywhere in the prompt or the text, even inside a token, and
     the text ends if the stop string ends in a new token. Bytes are compared, because a token may be part of a
@@ -238,7 +238,7 @@ class Piece(NamedTuple):
 
 
 class Detokenizer:
-    """Converter of a growing token list into text; it holds back incomplete characters.
+    """Converter of a growing list of tokens into text; it holds back incomplete characters.
 
     Each token is decoded together with a few tokens before it, because a token's text may depend on its neighbours.
     """

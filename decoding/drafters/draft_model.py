@@ -201,7 +201,7 @@ class DraftModelDrafter(GrownDrafter):
 
 
 class DraftModelSession(StateSession):
-    """A session of the draft on a batch: one pass per depth, for all rows."""
+    """A session that drafts for a batch: one pass of the draft per depth, for all rows."""
 
     def __init__(self, growth: Growth, state: DraftState) -> None:
         super().__init__(state)

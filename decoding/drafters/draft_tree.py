@@ -54,7 +54,7 @@ class DraftTreeDrafter(Drafter):
 
 
 class DraftTreeSession(StateSession):
-    """A session of the draft on a batch: one pass and one transfer to the host per level, for all trees."""
+    """A session that drafts for a batch: one pass and one transfer to the host per level, for all trees."""
 
     def __init__(self, drafter: DraftTreeDrafter, state: DraftState, sampling: SamplingConfig) -> None:
         super().__init__(state)

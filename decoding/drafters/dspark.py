@@ -18,7 +18,7 @@ _TOGETHER = 1024  # up to this many tokens, the states of several texts share on
 
 
 class DSparkDrafter(GrownDrafter):
-    """Drafter of a chain or a tree with a DSpark draft.
+    """Drafter that drafts a chain or a tree with a DSpark draft.
 
     ``tree`` lists the nodes as paths: rank r means the r-th best token (from 0) after the node above. ``tokens`` is the
     length of a chain. If neither is set, the draft writes the tree in its config, or, if the config has no tree, a
@@ -145,7 +145,7 @@ class TextKeys:
 
 
 class DSparkSession(RowsSession):
-    """A session of the draft on a batch: one forward pass per step.
+    """A session that drafts for a batch: one forward pass of the draft per step.
 
     The cache contains keys of the texts only, never of drafted tokens.
     """

@@ -187,7 +187,7 @@ def _levels(cuts: tuple[Cut, ...], device: torch.device) -> list[_Level]:
 
 
 class Growth:
-    """Growth of a tree of fixed shape, in all rows of a batch at once.
+    """The growth of a tree of fixed shape, in all rows of a batch at the same time.
 
     If the tree is drawn (``sampled``, above temperature 0), a node's children are drawn without replacement from q, the
     distribution after the node's path and every sampling control. If q has fewer tokens than the shape has children,

@@ -29,7 +29,7 @@ def pass_over(curve: Mapping[int, float], size: float) -> float:
 
 
 class _Passes:
-    """Timer of passes over new tokens, with ``prefix`` cached tokens in each of ``rows`` texts."""
+    """Timer of passes over new tokens, which follow ``prefix`` cached tokens in each of ``rows`` texts."""
 
     def __init__(self, model: CausalLM, sizes: Sequence[int], prefix: int, rows: int) -> None:
         most = max(sizes)

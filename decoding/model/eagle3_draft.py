@@ -46,7 +46,7 @@ Held = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class _Attention(nn.Module):
-    """Llama's or Qwen 3's attention over pairs of an embedding and a state."""
+    """Attention as in Llama or Qwen 3, over pairs of an embedding and a state."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()

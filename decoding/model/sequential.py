@@ -148,7 +148,7 @@ def _flat(value: Any) -> list[Tensor]:
 
 
 class SequentialSteps:
-    """Runner of one model's steps, row by row, because padding would change a recurrent state."""
+    """Runner of one model's steps. It runs row by row, because padding would change a recurrent state."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model

@@ -234,7 +234,7 @@ class BatchSource(Protocol):
 
 
 class Offline:
-    """A fixed data set, repeated in epochs; each epoch has a different order."""
+    """A fixed data set, which is repeated in epochs; each epoch has a different order."""
 
     def __init__(self, examples: Sequence[Example], batch_size: int, seed: int) -> None:
         self._examples, self._batch_size, self._seed = examples, batch_size, seed
@@ -286,7 +286,7 @@ class StoredExamples(_Examples):
 
 
 class Packed(_Examples):
-    """Sequences of another set, joined into longer sequences.
+    """The sequences of another set, joined into longer sequences.
 
     Example i contains the documents ``order[bounds[i] : bounds[i + 1]]``.
     """

@@ -69,7 +69,9 @@ class Models:
 
 
 class Side:
-    """One side of a race: its steps so far, the pieces of text that each step completed, and running figures."""
+    """One side of a race: the steps that it has decoded, the pieces of text that each step completed, and running
+    figures.
+    """
 
     def __init__(self, engine: Engine, prompt: Sequence[int], config: DecodingConfig) -> None:
         """Raise the errors of `Engine.steps` for a prompt or a rule that does not fit."""

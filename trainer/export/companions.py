@@ -122,8 +122,8 @@ def published_provenance(stored: Provenance) -> Provenance:
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """The part of a plan that concerns one artefact. ``machine``: the machine on which the plan's costs were measured,
-    for the card.
+    """The part of a plan that concerns one artefact. ``machine`` is for the card: the machine on which the plan's costs
+    were measured.
     """
 
     machine: str

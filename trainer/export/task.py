@@ -43,7 +43,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class ExportTask:
-    """Weights to write in one format."""
+    """The weights to export, and the format in which to write them."""
 
     source: Path
     """Folder of the trained artefact."""

@@ -114,7 +114,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Progress:
-    """Optimizer steps done, and trained tokens seen by all processes."""
+    """How many optimizer steps were done, and how many trained tokens all processes have seen."""
 
     step: int
     tokens: int

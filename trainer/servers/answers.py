@@ -156,7 +156,7 @@ def _add(held: list[Any], item: Any) -> None:
 
 
 class StreamedAnswer(NamedTuple):
-    """A streamed answer with its times on one clock: the request, the last event, and each event with text.
+    """A streamed answer with the times of the request, of the last event, and of each event with text, on one clock.
 
     ``tokens`` is None if the server does not count tokens. ``passes[n]`` counts the target passes that accepted n of up
     to ``drafts`` drafted tokens. ``passes`` is empty if the server does not report these counts for each request.

@@ -47,7 +47,8 @@ class _NoAnswer(Exception):
 
 
 class EndpointBackend:
-    """Source of answers from endpoints of one target. Several conversations run at a time, each of them turn by turn.
+    """A source of answers: endpoints that all serve the same target. Several conversations run at a time, each of them
+    turn by turn.
 
     Conversations are dealt to the endpoints in rotation. If an endpoint rejects a request, or still fails after the
     client's retries, the next endpoint gets it. An endpoint that could not be reached is asked last from then on. A

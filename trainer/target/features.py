@@ -99,7 +99,7 @@ class FeatureOrigin(Origin):
 
 @dataclass(frozen=True)
 class FeatureWriter:
-    """Writer of features: runs the target, but computes no logits."""
+    """Writer of features, which runs the target, but computes no logits."""
 
     target: CausalLM
     origin: FeatureOrigin

@@ -87,7 +87,7 @@ class TeacherOrigin(Origin):
 
 @dataclass(frozen=True)
 class TeacherWriter:
-    """Writer of a teacher cache: runs the target.
+    """Writer of a teacher cache, which runs the target.
 
     An example's sample depends only on its index in the data set and its logits.
     """

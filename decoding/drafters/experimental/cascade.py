@@ -83,7 +83,7 @@ class _Judged(NamedTuple):
 
 
 class CascadeSession(RowsSession):
-    """The states of both drafts on a batch.
+    """A session of both drafts on a batch.
 
     The states cover the texts of the requests, each followed by the chain drafted last.
     """

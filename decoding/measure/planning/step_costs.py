@@ -233,7 +233,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A candidate with the seconds of its step and of a plain step, and thus its speed-up."""
+    """A candidate, the seconds that its step and a plain step take, and the resulting speed-up."""
 
     candidate: Candidate
     step: StepSeconds

@@ -134,7 +134,9 @@ class Cells(NamedTuple):
 
 
 class CountTest(NamedTuple):
-    """Joint test of the cells of several contexts; ``p_value`` is 0 if an outcome of probability 0 was drawn."""
+    """One test of the counts in the cells of several contexts; ``p_value`` is 0 if an outcome of probability 0 was
+    drawn.
+    """
 
     draws: int
     degrees: int
