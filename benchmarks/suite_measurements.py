@@ -237,7 +237,7 @@ def verification(bench: Bench, size: str) -> Measurements:
 
 
 def speculation(bench: Bench, size: str) -> Measurements:
-    """Measure which share of tokens per pass × memory's speed the loop reaches, at forced acceptance, batch 1."""
+    """Measure what share of tokens per pass × memory's speed the loop reaches, at forced acceptance, batch 1."""
     model, new, context = counting_model(bench, size), bench.pick(192, 8), _cells(bench)[0][0]
     warm = bench.pick(1.0, 0.01)  # still counts: the next token's logit is far above all others
     settings = ((0.8, "graphs", 0.0), (0.8, "no graphs", 0.0), (0.6, "graphs", 0.0))

@@ -1,4 +1,4 @@
-"""Durations of a step's phases, measured without synchronising host and device."""
+"""Measures how long the phases of a step take, without making the host wait for the device."""
 
 import time
 
@@ -13,7 +13,7 @@ def marked(device: torch.device) -> torch.cuda.Event:
 
 
 class PhaseClock:
-    """Clock of consecutive phases.
+    """A clock that measures phases which follow one another.
 
     On a GPU each mark is an event in the GPU's queue, and the time of the event is read once the step has finished.
     """

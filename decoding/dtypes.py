@@ -1,4 +1,4 @@
-"""Dtypes by the names that users write, int8 weights, and the default device."""
+"""Finds dtypes by the names that users write, rounds weights to int8, and chooses the default device."""
 
 from typing import TypeVar
 

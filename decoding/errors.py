@@ -36,7 +36,8 @@ def check_whole(key: str, value: object, least: int = 1) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error (errors of libraries have many), or its class name if the text is empty.
+    """Return the first line of an error's message, because libraries often raise messages of many lines. If the message
+    is empty, return the name of the error's class.
 
     If the first line ends with a colon, the next line is appended.
     """

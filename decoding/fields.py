@@ -1,4 +1,4 @@
-"""Rows of data sets: the meaning of their columns and messages, under all names that data sets use for them.
+"""What the columns and messages in rows of data sets mean, under all the names that data sets use for them.
 
 | columns | meaning |
 |---|---|
@@ -87,7 +87,7 @@ def find_answer(row: dict[str, Any]) -> str | None:
 
 
 class Prompt(NamedTuple):
-    """A row's prompt."""
+    """The prompt in a row, and the columns from which it was read."""
 
     name: str
     """The column of the prompt itself."""

@@ -69,7 +69,7 @@ class DecodingConfig:
 
 
 class DecodingBatch:
-    """Texts being decoded (row i is ``texts[i]``) and the prompts that wait for a row."""
+    """The texts that are being decoded (row i is ``texts[i]``) and the prompts that wait for a row."""
 
     def __init__(
         self,
@@ -320,7 +320,7 @@ class DecodingBatch:
 
 
 def _nodes(hidden: Float[Tensor, "nodes hidden"], kept: Sequence[int]) -> Float[Tensor, "kept hidden"]:
-    """Return the states of a row's nodes ``kept``, in increasing order."""
+    """Return the states at the nodes ``kept`` of one row; the numbers of the nodes increase."""
     if list(kept) == list(range(len(kept))):
         return hidden[: len(kept)]
     return hidden[torch.tensor(kept).to(hidden.device, non_blocking=True)]

@@ -28,7 +28,7 @@ from decoding.text import TextDecoder, check_tensor_of_ids
 
 
 class HeadstartModel:
-    """A target and its drafter (None: plain decoding), with transformers' `generate`.
+    """A target and its drafter (None: plain decoding), behind the interface of transformers' `generate`.
 
     Policies are kept between calls. Without ``policy``, one policy for each temperature learns how many tokens are
     worth drafting. A call with ``seed`` drafts the same number of tokens in each step, so that its passes and texts can
@@ -209,7 +209,7 @@ _DEFAULT_NEW_TOKENS = 20  # transformers' default
 def _resolve(
     defaults: GenerationConfig, given: GenerationConfig | None, options: Mapping[str, Any]
 ) -> GenerationConfig:
-    """Merge three levels: ``options`` take precedence over ``given``, and ``given`` over ``defaults``.
+    """Merge three levels of options: ``options`` take precedence over ``given``, and ``given`` over ``defaults``.
 
     Unset values stay unset.
     """

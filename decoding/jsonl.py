@@ -13,7 +13,7 @@ _ROWS_AT_ONCE = 256
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number from 1, row) of a .jsonl file, parsed by `parse_row`, or of a .parquet file."""
+    """Yield each row of a .jsonl file, parsed by `parse_row`, or of a .parquet file, as (number from 1, row)."""
     if Path(path).suffix == ".parquet":
         yield from read_parquet(path)
         return
@@ -22,7 +22,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def read_parquet(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number from 1, row) of a Parquet file, with each row passed through `without_nulls`.
+    """Yield each row of a Parquet file as (number from 1, row), without the fields that `without_nulls` removes.
 
     Raises UserError if the file is not readable.
     """
@@ -45,7 +45,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (number from 1, line) of a .jsonl file, without blank lines."""
+    """Yield each line of a .jsonl file that is not blank, as (number from 1, line)."""
     path = Path(path)
     if not path.is_file():
         missing = "is a folder" if path.is_dir() else "is not there"

@@ -5,7 +5,7 @@ Two figures describe acceptance; their formulas are defined here:
 - per-position acceptance at i (from 1): drafts accepted to depth i / drafts of depth i or more that were accepted to
   depth i - 1.
 
-Other programs report other ratios of the same counts. They are computed only for comparison:
+Other programs report other ratios of the same counts. These ratios are computed only for comparison:
 - `Acceptance.unconditional`: drafts accepted to depth i / drafts of depth i or more;
 - `Acceptance.reached`: passes that accepted at least i drafted tokens / all passes;
 - `Acceptance.acceptance_length`: 1 + accepted tokens / all passes;
@@ -43,7 +43,7 @@ _RESAMPLES = 2000
 
 
 class Estimate(NamedTuple):
-    """A figure, its 95% interval, and its number of observations."""
+    """An estimated figure, its 95% interval, and its number of observations."""
 
     value: float
     low: float
@@ -116,7 +116,7 @@ def resampled(tables: Sequence[Tensor], ratio: Callable[[Sequence[Tensor]], Tens
 
 @lru_cache(maxsize=8)
 def _draws(seeds: int, texts: int) -> Float[Tensor, "resamples seeds*texts"]:
-    """Return how often each text of each seed occurs in each resample."""
+    """Return how often each resample draws each text, for every seed."""
     generator, counts = torch.Generator().manual_seed(0), []
     for items in (texts, seeds):
         drawn = torch.randint(items, (_RESAMPLES, items), generator=generator)
@@ -206,7 +206,7 @@ def acceptance(texts: Sequence[Sequence[StepCount]]) -> Acceptance:
 
 
 def tokens_per_pass(steps: Sequence[StepCount], depth: int | None = None) -> float:
-    """Return tokens per target pass, as if chains had been cut to ``depth``.
+    """Return the tokens per target pass that the counts imply for chains cut to ``depth``.
 
     A pass that emitted e tokens then emits min(e, depth + 1). The ends of texts are included.
     """

@@ -69,7 +69,7 @@ class FixedPolicy:
 
 
 class _Acceptance:
-    """Per-position acceptance by depth, in which older trials have less weight."""
+    """The per-position acceptance by depth. Older trials have less weight."""
 
     def __init__(self, like: "_Acceptance | None" = None, factor: float = 1.0) -> None:
         """Until there are trials, the acceptance is assumed to be ``factor`` times the acceptance in ``like``."""
@@ -110,7 +110,9 @@ class _Acceptance:
 
 
 class _Seconds:
-    """Seconds of steps by budget, for a given number of rows: medians of recent steps, grouped by tree size."""
+    """How long steps took with each budget, for a given number of rows: medians over recent steps, grouped by tree
+    size.
+    """
 
     def __init__(self) -> None:
         self._of: dict[Budget, dict[int, deque[tuple[int, float]]]] = {}
@@ -144,9 +146,9 @@ class _Seconds:
         """True if the next step should be plain, because plain steps were never timed, too rarely, or too long ago.
 
         Once two plain steps are known, the next plain step is due when it lowers the speed by a share of less than
-        `_TIMING`. That is soon if drafts gain little, because a wrong time for plain steps would then hide whether
-        drafts gain at all, and it is late if drafts gain much. On a machine whose speed changes, an old time would make
-        drafts look faster or slower than they are.
+        `_TIMING`. If drafts gain little, this plain step comes soon, because a wrong time for plain steps would hide
+        whether drafts gain at all. If drafts gain much, the step comes late. On a machine whose speed changes, an old
+        time would make drafts look faster or slower than they are.
         """
         count = sum(map(len, self._of.get(NO_DRAFT, {}).values()))
         pause = self._steps - self._tried_at.get(NO_DRAFT, 0)
@@ -202,12 +204,13 @@ class _Seconds:
 
 
 def _rough(budget: Budget) -> float:
-    """Guess the cost of a step, in units of a plain step, before anything is measured."""
+    """Guess the cost of a step, in units of a plain step, while nothing is measured yet."""
     return 1.0 if budget == NO_DRAFT else 1.1 + 0.02 * (budget.depth + budget.nodes)
 
 
 def _arms(budgets: Sequence[Budget]) -> dict[Budget, _Acceptance]:
-    """Return the budgets to choose from, each with its acceptance: for a few depths, the largest tree and the chain.
+    """Return the budgets to choose from: for a few depths, the largest tree and the chain. Each budget is mapped to the
+    acceptance that applies to it.
 
     The depths are the full depth, half of it, a quarter, and so on. Smaller trees that are parts of the largest tree
     share its acceptance. A hybrid has one budget per depth, and its smaller trees are not parts of the largest tree, so
@@ -257,8 +260,8 @@ class AdaptivePolicy:
     plain steps at first and 1.5% of the time later, if a drafting step takes at most as long as two plain steps; more
     expensive drafts cost more. Seconds depend on the number of texts decoded together, so they are learned separately
     for each power of two. The policy reads the clock, so the shapes of passes differ between runs. Sampled texts with
-    the same seed may therefore differ. In dtypes narrower than fp32, greedy texts may differ as well, at tokens where
-    the two best logits are almost equal.
+    the same seed may therefore differ. In dtypes narrower than fp32, greedy texts may also differ, at tokens where the
+    two best logits are almost equal.
     """
 
     name = "adaptive"

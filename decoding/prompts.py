@@ -80,7 +80,7 @@ def encode_prompt(
 
 
 def encode_continuation(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token ids of a text that continues another one.
+    """Return the token ids of a text that continues another text.
 
     The text is encoded after a line break, because sentencepiece would put an extra space before a text that is encoded
     on its own.

@@ -25,7 +25,7 @@ from decoding.text import Generation, Step, TextDecoder, check_ids, check_tensor
 
 @dataclass(frozen=True, eq=False)
 class SpeculativeOutput:
-    """Decoded texts.
+    """The decoded texts of a batch.
 
     ``sequences`` are the prompts, padded on the left, followed by the new tokens; shorter texts are padded on the
     right. ``logprobs``, if requested, are the new tokens' log-probabilities under the target, before any sampling

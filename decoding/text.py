@@ -24,13 +24,13 @@ from decoding.rules.tree import TokenTree
 
 
 class TextDecoder(Protocol):
-    """The part of a tokenizer that stop strings need."""
+    """The methods of a tokenizer that are needed to find stop strings."""
 
     def decode(self, token_ids: list[int]) -> Any: ...
 
 
 class StopCheck:
-    """Finder of a text's end inside a block of new tokens.
+    """Finder of the end of a text inside a block of new tokens.
 
     As in transformers' `generate`, a stop string may begin anywhere in the prompt or the text, even inside a token, and
     the text ends if the stop string ends in a new token. Bytes are compared, because a token may be part of a
@@ -238,7 +238,7 @@ class Piece(NamedTuple):
 
 
 class Detokenizer:
-    """Converter of a growing token list into text; it holds back incomplete characters.
+    """Converter of a growing list of tokens into text; it holds back incomplete characters.
 
     Each token is decoded together with a few tokens before it, because a token's text may depend on its neighbours.
     """
@@ -291,10 +291,10 @@ def decode_text(tokens: Iterable[int], tokenizer: TextDecoder, hidden: Container
 
 @dataclass
 class Tally:
-    """Figures of the steps added so far.
+    """Running figures of all steps that were added.
 
     A prefill counts only in ``prefill_seconds``. ``lengths`` maps a number of accepted drafted tokens to the number of
-    passes that accepted so many. Seconds exclude the caller's work between two steps.
+    passes that accepted exactly this many tokens. Seconds exclude the caller's work between two steps.
     """
 
     passes: int = 0

@@ -1,4 +1,4 @@
-"""Idle waiting of OpenMP threads.
+"""Shortens the time for which idle OpenMP threads keep a core busy.
 
 This module must not import torch, even indirectly: libgomp reads its settings only once, when torch is imported.
 """

@@ -21,7 +21,8 @@ parser.add_argument("--max-new-tokens", type=int, default=64)
 options = parser.parse_args()
 
 tokenizer = load_tokenizer(options.target)
-# In fp32 plain decoding writes the same greedy text. In bf16, the faster default, texts may differ after near-ties.
+# In fp32 plain decoding writes the same greedy text. The default, bf16, is faster, but the texts of the two may differ
+# after a token that was almost as likely as another token.
 model = HeadstartModel.from_pretrained(options.target, options.drafter, dtype=torch.float32)
 
 # 1. One call instead of `generate` of transformers, with the same options and the same result.

@@ -32,7 +32,8 @@ print(f"the draft is in {draft}: a model like any other, which transformers can 
 tokenizer = load_tokenizer(recipe.target)
 prompts = [encode_prompt(prompt, tokenizer, chat=True) for prompt in PROMPTS]
 
-# In fp32 plain decoding writes the same greedy texts; in bf16, the faster default, texts may differ after near-ties.
+# In fp32 plain decoding writes the same greedy texts. The default, bf16, is faster, but the texts may differ after a
+# token that was almost as likely as another token.
 plain = HeadstartModel.from_pretrained(recipe.target, dtype=torch.float32)
 models = {"plain decoding": plain}
 for tokens in (2, 4, 6):

@@ -28,7 +28,8 @@ heads = run_recipe(recipe)
 print(f"the heads are in {heads}")
 
 # 3. In each step the heads propose a tree, and the target keeps the tokens that it would have written itself. In fp32
-#    plain decoding writes the same tokens; in bf16, the faster default, texts may differ after near-ties.
+#    plain decoding writes the same tokens. The default, bf16, is faster, but the texts of the two may differ after a
+#    token that was almost as likely as another token.
 tokenizer = load_tokenizer(recipe.target)
 model = HeadstartModel.from_pretrained(recipe.target, f"heads:{heads}", dtype=torch.float32)
 prompts = [encode_prompt(prompt, tokenizer, chat=True) for prompt in PROMPTS]

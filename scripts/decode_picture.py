@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 PLAYED = 9.0
-"""Approximate seconds of the slower run in the picture; the real time is stretched by a whole number."""
+"""Approximate duration of the slower run in the picture, in seconds. The measured time is multiplied by a whole number
+to come close to this duration.
+"""
 LEAD, HOLD = 0.8, 4.5
 """Seconds before the first token, and seconds after the last token."""
 CHARACTER, LINE = 8.4, 20.0
@@ -59,7 +61,7 @@ def _lines(text: str) -> Iterator[tuple[str, bool]]:
 
 
 class Counter(NamedTuple):
-    """Figures of a run, shown from one moment to the next; moments are in percent of the loop."""
+    """Figures of a run, each of which is shown from one moment until the next; moments are in percent of the loop."""
 
     text: str
     at: float

@@ -91,7 +91,7 @@ def save(page: Page, path: Path) -> None:
 
 
 def main() -> None:
-    """Read the options, serve, decode, take both pictures."""
+    """Read the options, serve the demo, decode, and take both pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "pictures", help="folder of the pictures")
     parser.add_argument(

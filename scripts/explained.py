@@ -117,7 +117,9 @@ def pairs(rule: str) -> Mapping[tuple[int, ...], tuple[float, float, float]]:
 
 @cache
 def kept_tokens(rule: str, kind: ProposalKind, shape: str) -> float | None:
-    """Return the expected number of kept tokens of a draft; None if the rule does not support such a draft."""
+    """Return the expected number of kept tokens of a draft; None if the rule does not support drafts of this kind and
+    shape.
+    """
     fits = kind in RULES[rule].kinds and (SHAPES[shape].is_chain or not RULES[rule].chains_only)
     return _turn(rule, kind, shape).accepted_length if fits else None
 

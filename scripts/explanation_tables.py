@@ -210,7 +210,9 @@ def distances() -> str:
 
 
 def _kept(shape: str, kind: ProposalKind) -> dict[str, float]:
-    """Return the expected number of kept tokens, for each sampling rule that supports such a draft."""
+    """Return the expected number of kept tokens of a draft with this shape and kind, for each sampling rule that
+    supports it.
+    """
     values = {name: explained.kept_tokens(name, kind, shape) for name in RULES if name != "greedy"}
     return {name: value for name, value in values.items() if value is not None}
 

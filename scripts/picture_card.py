@@ -74,8 +74,8 @@ def token_width(text: str, size: float) -> float:
 
 
 class Placed(NamedTuple):
-    """A node of the drawn tree: its text, role, place, and the index of its parent among the placed nodes (-1: the
-    root).
+    """A node of a drawn tree: its text, its role, its place, and the index of its parent in the list of nodes (-1: the
+    parent is the root).
     """
 
     text: str

@@ -94,12 +94,12 @@ def tasks_table(report: Report) -> str:
         methods = dict.fromkeys(method for method, _ in gains)
         cells = ([text(method), *(gains.get((method, task), NONE) for task in tasks)] for method in methods)
         parts.append(table([text(setting), *map(text, tasks)], cells, len(tasks)))
-    parts.append(f"Speed-up over plain decoding, then tokens per target pass. {conditions(report)}")
+    parts.append(f"Cells show speed-up over plain decoding and tokens per target pass. {conditions(report)}")
     return "\n\n".join(parts)
 
 
 def conditions(report: Report) -> str:
-    """Return target, prompts and machine of an evaluation."""
+    """Describe an evaluation in words: its target, prompts and machine."""
     cut = f" ({report['prompts_cut']} of them cut to fit)" if report.get("prompts_cut") else ""
     return (
         f"{report['parameters'] / 1e6:.0f}M-parameter target in {report['dtype']}; {report['prompts']} prompts{cut}, "
@@ -234,7 +234,7 @@ def stored_sentence(report: Report) -> str:
 
 
 def headline(report: Report) -> str:
-    """Return one sentence on the trained drafter with the largest mean speed-up over the settings, and its training."""
+    """Return two sentences on the trained drafter with the largest mean speed-up over the settings."""
     gains: dict[str, dict[str, Report]] = {}
     for row in report["rows"]:
         if row["method"] in report["trained"]:
@@ -244,10 +244,10 @@ def headline(report: Report) -> str:
     target, questions = report["title"].split(" on ")
     hardware = machine.get("gpu") or f"{machine['cores']} cores of {machine['processor']}"
     return (
-        f"**{_estimate(gains[best]['greedy'], '×')} the speed of plain decoding** when greedy, and "
-        f"{_estimate(gains[best]['T=1'], '×')} at temperature 1: {text(best)}, on {report['prompts']} prompts of "
-        f"{text(Path(questions).stem)}, after {trained['steps']:,} training steps on {trained['rows']:,} answers of "
-        f"the target to other questions ({text(target)}, {hardware})."
+        f"**Speculative decoding is {_estimate(gains[best]['greedy'], '×')} as fast as plain decoding** if greedy, and "
+        f"{_estimate(gains[best]['T=1'], '×')} as fast at temperature 1. The drafter is {text(best)}, measured on "
+        f"{report['prompts']} prompts of {text(Path(questions).stem)} after {trained['steps']:,} training steps on "
+        f"{trained['rows']:,} answers of the target to other questions ({text(target)}, {hardware})."
     )
 
 
@@ -319,7 +319,7 @@ def policies_figure(report: Report) -> Picture:
 
 
 def policies_caption(report: Report) -> str:
-    """Return target, prompts, the worst cell and the machine of `benchmarks/policies.py`."""
+    """Describe the report of `benchmarks/policies.py` in words: target, prompts, worst cell and machine."""
     target = report["rows"][0]["target"]
     ratios = [row["default_over_plain"] for row in report["rows"] if row["target"] == target]
     kept = sum(ratio >= 0.97 for ratio in ratios)

@@ -18,7 +18,7 @@ from decoding.rules.tree import Proposal, ProposalKind, TokenTree
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """A request for the tree of one row, with its bounds.
+    """A request to draft a tree for one row, with limits for the size of the tree.
 
     ``tokens`` is the whole text including the prompt; the last token is the root of the tree. ``hidden`` is the input
     of the target's lm_head from which that token was written. ``max_depth`` limits the drafted tokens on a path; it is
@@ -47,7 +47,7 @@ class TextStart:
 
 
 class TextRows:
-    """The random source and the history of the text in each row; all rows have the same sampling controls.
+    """The random source and the history of the text in each row of a batch; all rows have the same sampling controls.
 
     ``vocab_size`` is the size of the target's vocabulary. ``device`` is the device on which the controls are applied to
     logits.
@@ -76,7 +76,7 @@ class TextRows:
 
 
 class DraftSession(Protocol):
-    """A drafter's work on one batch.
+    """The work of a drafter on one batch: it drafts a tree for each row in every step.
 
     The session holds everything that changes during decoding; the drafter and its model keep no state.
     """
@@ -149,13 +149,15 @@ class Drafter(ABC):
 
     @abstractmethod
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> DraftSession:
-        """Start on up to ``rows`` texts of at most ``max_length`` tokens.
+        """Open a session for up to ``rows`` texts of at most ``max_length`` tokens.
 
         Raises UserError if the target does not fit the drafter.
         """
 
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
-        """Return the kinds of the drafter's proposals under these controls; by default all are deterministic."""
+        """Return the kinds of proposals that the drafter may make under these sampling controls; by default, only
+        deterministic proposals.
+        """
         return frozenset({ProposalKind.DETERMINISTIC})
 
     @property
@@ -169,11 +171,11 @@ class Drafter(ABC):
         return self.budgets if self.chains_only else ()
 
     def budgets_on(self, target: CausalLM) -> tuple[Budget, ...]:
-        """Return the budgets for a target: only chains if it cannot run trees."""
+        """Return the budgets for a target; if the target cannot run trees, these are only budgets for chains."""
         return self.budgets if target.no_trees is None else self.chains
 
     def label_on(self, target: CausalLM) -> str:
-        """Return the label for a target: a drafter of trees drafts a chain if the target runs no trees."""
+        """Return the label for a target. If the target cannot run trees, a drafter of trees drafts a chain."""
         cut = target.no_trees is not None and not self.chains_only
         return f"{self.name}, chain of {self.chains[-1].depth}" if cut and self.chains else self.label
 
@@ -197,7 +199,7 @@ class TextSession(Protocol):
     """A drafter's work on one text: a simpler interface for drafters that gain nothing from a batch."""
 
     def propose(self, request: DraftRequest) -> Proposal:
-        """Draft a tree; ``request.max_depth`` is at least 1."""
+        """Draft a tree for the request, whose ``max_depth`` is at least 1."""
 
 
 class TextDrafter(Drafter):
@@ -205,7 +207,7 @@ class TextDrafter(Drafter):
 
     @abstractmethod
     def open_text(self, target: CausalLM, sampling: SamplingConfig, start: TextStart, max_length: int) -> TextSession:
-        """Start on a text of at most ``max_length`` tokens."""
+        """Open a session for a text of at most ``max_length`` tokens."""
 
     def open(self, target: CausalLM, sampling: SamplingConfig, rows: int, max_length: int) -> DraftSession:
         return _TextByText(self, target, sampling, max_length)

@@ -40,7 +40,7 @@ def shared_tokens(draft: CausalLM, target: CausalLM) -> int:
 
 
 class DraftState:
-    """Cache of a draft model for the texts of a batch, and the `TextRows` of the batch.
+    """The cache of a draft model for the texts of a batch, and the `TextRows` of these texts.
 
     Between two steps the cache contains the text of each row, followed by those nodes of the row's last tree that the
     draft has run.
@@ -109,8 +109,8 @@ class DraftState:
             self._committed[row] = length
 
     def _lacking(self, texts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return the tokens of each text that are not in the cache, for the caller to run; the prompts of new rows run
-        here.
+        """Return, for each text, the tokens that are not in the cache yet; the caller runs these tokens. The prompts of
+        new rows are run here, except their last token.
         """
         self.cache.check(self._lease)
         for row, text in enumerate(texts):
@@ -154,7 +154,7 @@ class DraftState:
         return self.over_target_vocabulary(self.draft.step(known, self.cache).logits)
 
     def run_level(self, trees: Sequence[TokenTree], first: Sequence[int]) -> list[Tensor]:
-        """Run each tree's nodes from ``first`` on; return their logits, (nodes, vocab) for each row."""
+        """Run the nodes of each tree from ``first[row]`` on; return their logits, (nodes, vocab) for each row."""
         logits = self.over_target_vocabulary(self.draft.verify(trees, self.cache, first).logits)
         return [logits[row, : len(tree) - left] for row, (tree, left) in enumerate(zip(trees, first, strict=True))]
 
@@ -168,7 +168,7 @@ class DraftState:
 
 
 class StateSession(RowsSession):
-    """A session of a draft on a batch, with a state that follows the texts."""
+    """A session of a draft on a batch; a `DraftState` keeps what the draft has computed for each text."""
 
     def __init__(self, state: DraftState) -> None:
         super().__init__(state)
@@ -201,7 +201,7 @@ class DraftModelDrafter(GrownDrafter):
 
 
 class DraftModelSession(StateSession):
-    """A session of the draft on a batch: one pass per depth, for all rows."""
+    """A session that drafts for a batch: one pass of the draft per depth, for all rows."""
 
     def __init__(self, growth: Growth, state: DraftState) -> None:
         super().__init__(state)

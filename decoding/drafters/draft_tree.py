@@ -32,7 +32,7 @@ class DraftTreeDrafter(Drafter):
 
     def __init__(self, draft: CausalLM, depth: int = 5, width: int = 4, nodes: int = 24) -> None:
         if depth < 1 or width < 1:
-            raise UserError(f"depth is {depth} and width {width}: use at least 1 of each")
+            raise UserError(f"depth is {depth} and width is {width}: set both to at least 1")
         if nodes <= depth:
             raise UserError(f"nodes is {nodes}: a tree of depth {depth} needs at least {depth + 1}, including the root")
         self.draft = draft
@@ -54,7 +54,7 @@ class DraftTreeDrafter(Drafter):
 
 
 class DraftTreeSession(StateSession):
-    """A session of the draft on a batch: one pass and one transfer to the host per level, for all trees."""
+    """A session that drafts for a batch: one pass and one transfer to the host per level, for all trees."""
 
     def __init__(self, drafter: DraftTreeDrafter, state: DraftState, sampling: SamplingConfig) -> None:
         super().__init__(state)
@@ -84,7 +84,9 @@ class DraftTreeSession(StateSession):
     def _children(
         self, texts: Sequence[Sequence[int]], beams: Sequence["_Beam"], logits: Sequence[Float[Tensor, "level vocab"]]
     ) -> list[list[tuple[int, float]]]:
-        """Return (token, log-probability) of the best children of each node that has just run, row by row."""
+        """Return (token, log-probability) of the best children of each node that has just run. The nodes come row by
+        row.
+        """
         history = None
         if self._sampling.needs_history:
             history = HistoryRows.cat(
@@ -110,7 +112,7 @@ class DraftTreeSession(StateSession):
 
 
 class _Beam:
-    """A row's tree under construction: all nodes found so far, and the nodes that run through the draft."""
+    """The tree of a row under construction: all nodes found so far, and the nodes that run through the draft."""
 
     def __init__(self, request: DraftRequest, most: Budget, width: int) -> None:
         nodes = max(1, min(most.nodes, request.max_nodes))
@@ -118,13 +120,15 @@ class _Beam:
         self._tokens, self._parents, self._scores = [request.tokens[-1]], [-1], [0.0]
         self._depth = 0
         self.run = [0]
-        """Nodes that have already run, and then those of this pass, in the order of their keys in the draft's cache."""
+        """Nodes that have already run, followed by the nodes that run in this pass, in the order of their keys in the
+        draft's cache.
+        """
         self.level = [0] if self._bounds.depth > 0 else []
         """Nodes that run in this pass; they are at the end of ``run``."""
 
     @property
     def ran(self) -> int:
-        """Number of nodes in ``run`` whose keys are already in the cache."""
+        """Number of nodes in ``run`` whose keys are already in the draft's cache."""
         return len(self.run) - len(self.level)
 
     def grow(self, children: Sequence[Sequence[tuple[int, float]]]) -> None:

@@ -18,7 +18,7 @@ _TOGETHER = 1024  # up to this many tokens, the states of several texts share on
 
 
 class DSparkDrafter(GrownDrafter):
-    """Drafter of a chain or a tree with a DSpark draft.
+    """Drafter that drafts a chain or a tree with a DSpark draft.
 
     ``tree`` lists the nodes as paths: rank r means the r-th best token (from 0) after the node above. ``tokens`` is the
     length of a chain. If neither is set, the draft writes the tree in its config, or, if the config has no tree, a
@@ -77,7 +77,7 @@ class TextKeys:
     """
 
     def __init__(self, draft: DSparkDraft, rows: int, longest: int) -> None:
-        """``longest``: final length of the longest text, in positions."""
+        """``longest``: length that the longest text will have at its end, in positions."""
         config, weight = draft.config, draft.fc.weight
         room = longest + config.slots
         shape = (config.num_hidden_layers, rows, config.num_key_value_heads, room, config.head_dim)
@@ -86,11 +86,11 @@ class TextKeys:
         self.lengths = [0] * rows
 
     def clear(self, row: int) -> None:
-        """Empty a row."""
+        """Forget the text in a row."""
         self.lengths[row] = 0
 
     def move(self, row: int, to: int) -> None:
-        """Move a row to row ``to``."""
+        """Move the text in a row to row ``to``."""
         length = self.lengths[to] = self.lengths[row]
         for buffer in (self._keys, self._values):
             buffer[:, to, :, :length] = buffer[:, row, :, :length]
@@ -145,7 +145,7 @@ class TextKeys:
 
 
 class DSparkSession(RowsSession):
-    """A session of the draft on a batch: one forward pass per step.
+    """A session that drafts for a batch: one forward pass of the draft per step.
 
     The cache contains keys of the texts only, never of drafted tokens.
     """

@@ -25,7 +25,7 @@ _FEW = 16
 
 
 class Eagle3Drafter(GrownDrafter):
-    """Drafter of a chain or a tree with an EAGLE-3 draft.
+    """Drafter that drafts a chain or a tree with an EAGLE-3 draft.
 
     ``tree`` lists the nodes as paths: rank r means the r-th best token (from 0) after the node above. ``tokens`` is the
     length of a chain. If neither is set, the draft writes a chain of 4 tokens. ``sampled``: above temperature 0 each
@@ -270,7 +270,7 @@ class Eagle3State:
         return over_vocabulary(self.read(texts), self.output_tokens, self._target.vocab_size)
 
     def run_level(self, trees: Sequence[TokenTree], first: Sequence[int]) -> list[Tensor]:
-        """Run each tree's nodes from ``first`` on; return their logits, (nodes, vocab) for each row."""
+        """Run the nodes of each tree from ``first[row]`` on; return their logits, (nodes, vocab) for each row."""
         news = [tree.token_list[begin:] for tree, begin in zip(trees, first, strict=True)]
         device = self.draft.device
         tokens = torch.tensor([token for new in news for token in new]).to(device, non_blocking=True)
@@ -283,7 +283,7 @@ class Eagle3State:
 
 
 class Eagle3Session(RowsSession):
-    """A session of a draft on a batch: one pass for the new slots of the texts, and one for each further depth."""
+    """A session that drafts for a batch: one pass for the new slots of the texts, and one for each further depth."""
 
     def __init__(self, growth: Growth, state: Eagle3State) -> None:
         super().__init__(state)
@@ -308,7 +308,7 @@ class Eagle3Session(RowsSession):
 
 
 class Eagle3TreeSession(DraftTreeSession):
-    """A session of a best-first tree with a draft that also reads the target's states."""
+    """A session that drafts best-first trees with a draft that also reads the target's states."""
 
     def __init__(self, drafter: Eagle3TreeDrafter, state: Eagle3State, sampling: SamplingConfig) -> None:
         super().__init__(drafter, state, sampling)  # type: ignore[arg-type]  # the state has the methods that the session calls

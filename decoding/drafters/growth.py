@@ -1,4 +1,4 @@
-"""Growth of trees with a fixed shape, one depth after another. Each node has its own distribution of children."""
+"""Grows trees of a fixed shape, one depth after another. Each node has a separate distribution of children."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -47,7 +47,8 @@ in the batch and its token."""
 
 
 class StaticTree:
-    """A tree of ranks that can be cut to a depth, and to the nodes whose paths use only the best ``width`` ranks.
+    """A tree of ranks, which can be cut to a smaller depth, or to the nodes whose paths use only the best ``width``
+    ranks.
 
     A cut never depends on the drafted tokens.
     """
@@ -83,7 +84,7 @@ class StaticTree:
         return tuple(budget for budget in self.budgets if budget.nodes == budget.depth + 1)
 
     def _sizes(self) -> tuple[Budget, ...]:
-        """List the budgets.
+        """List the budgets: the sizes to which the tree can be cut.
 
         Every depth has a budget with all ranks and a budget with only rank 0; the full depth also has budgets with 2,
         4, ... ranks.
@@ -135,7 +136,7 @@ class ConditionalLogits:
 
 
 class _Level(NamedTuple):
-    """Nodes with children at one depth, in all trees of a batch; node numbers continue from tree to tree."""
+    """The nodes at one depth that have children, in all trees of a batch; node numbers continue from tree to tree."""
 
     rows: Int[Tensor, " parents"]
     parents: Int[Tensor, " parents"]
@@ -186,7 +187,7 @@ def _levels(cuts: tuple[Cut, ...], device: torch.device) -> list[_Level]:
 
 
 class Growth:
-    """Growth of a tree of fixed shape, in all rows of a batch at once.
+    """The growth of a tree of fixed shape, in all rows of a batch at the same time.
 
     If the tree is drawn (``sampled``, above temperature 0), a node's children are drawn without replacement from q, the
     distribution after the node's path and every sampling control. If q has fewer tokens than the shape has children,
@@ -204,7 +205,7 @@ class Growth:
         self._levels = lru_cache(maxsize=64)(_levels)
 
     def kind(self, sampling: SamplingConfig) -> ProposalKind:
-        """Return the kind of all proposals under these controls."""
+        """Return the kind that all proposals have under these controls."""
         if not self.sampled or sampling.greedy:
             return ProposalKind.DETERMINISTIC
         # The single children of a chain are the same with and without replacement.
@@ -280,7 +281,7 @@ class GrownDrafter(Drafter):
     growth: Growth
 
     def _grow(self, tree: StaticTree, sampled: bool, noun: str | None = None) -> None:
-        """Set the shape and the label.
+        """Set the shape of the trees and the drafter's label.
 
         The label states the number of tokens, or, if ``noun`` is "tree" or "chain", the number of drafted nodes.
         """
@@ -299,7 +300,7 @@ class GrownDrafter(Drafter):
 
 
 def _draw_order(shape: TreeShape) -> tuple[int, ...]:
-    """Return each drafted node's index among its siblings, in draw order."""
+    """Return, for each drafted node, its place in the draw order of its siblings (from 0)."""
     indices = {child: index for children in shape.children for index, child in enumerate(children)}
     return tuple(indices[node] for node in range(1, len(shape)))
 
@@ -311,7 +312,7 @@ def _history(
     known: Int[Tensor, " nodes"],
     texts: TextRows,
 ) -> HistoryRows:
-    """Return the history before the children of each parent of the level."""
+    """Return, for each parent of the level, the history of a text that continues with a child of this parent."""
     tokens = known.cpu().split([len(shape) for shape in shapes])
     return HistoryRows.cat(
         [

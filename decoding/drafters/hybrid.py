@@ -1,8 +1,8 @@
 """Two drafters in one tree: branches of a cheap lookup are added to the tree of a model.
 
-In each step the hybrid decides for each text whether the model drafts as well. The model pauses when drafting would
-cost more than it gains, because the lookup has found a long and therefore reliable match, or because the model's drafts
-keep being rejected. The choice depends only on the text and on earlier steps, never on tokens drawn in this step.
+In each step the hybrid decides for each text whether the model also drafts. The model pauses when drafting would cost
+more than it gains, because the lookup has found a long and therefore reliable match, or because the model's drafts keep
+being rejected. The choice depends only on the text and on earlier steps, never on tokens drawn in this step.
 Verification therefore stays lossless in every step.
 """
 
@@ -33,12 +33,12 @@ class HybridDrafter(Drafter):
 
     ``first`` skips a step if it is expected to add fewer tokens than ``least_gain`` times the number of tokens that the
     step would write without ``first``. If ``least_gain`` is None, the rough cost of ``first`` is used; if it is 0,
-    ``first`` drafts in every step. Both expected numbers are running means over the text, kept separately for each
+    ``first`` drafts in every step. The two expected numbers are running means over the text, kept separately for each
     length of the lookup's match.
 
-    If only one of the two drafted, its proposal is used unchanged. If both drafted, the proposal is deterministic if
-    both parts are deterministic, and it is grafted if the first part has a q. Neither session receives the target's
-    logits.
+    If only one of the two drafters drafted, its proposal is used unchanged. If both drafters drafted, the joint
+    proposal is deterministic if both parts are deterministic, and it is grafted if the first part has a q. Neither
+    session receives the target's logits.
     """
 
     name = "hybrid"
@@ -69,7 +69,7 @@ class HybridDrafter(Drafter):
         self.budgets = tuple(Budget(max(a.depth, b.depth), a.nodes + b.nodes - 1) for a, b in self._pairs)
 
     def split(self, max_nodes: int) -> tuple[int, int]:
-        """Split ``max_nodes`` between the trees of ``first`` and ``lookup``; each share counts its own root."""
+        """Split ``max_nodes`` between the trees of ``first`` and ``lookup``; both numbers include the root."""
         fitting = [first.nodes for first, lookup in self._pairs if first.nodes + lookup.nodes - 1 <= max_nodes]
         first_nodes = fitting[-1] if fitting else max_nodes
         return first_nodes, max_nodes - first_nodes + 1
@@ -88,7 +88,7 @@ class HybridDrafter(Drafter):
 
 
 class _Mean:
-    """A running mean of the last trials, with a prior."""
+    """A mean over the last trials, which is combined with a prior."""
 
     def __init__(self) -> None:
         self._value, self._trials = 0.0, 0.0
@@ -102,7 +102,7 @@ class _Mean:
 
 
 class _FirstChoice:
-    """One text's decisions on drafting with the first drafter, and the results on which they are based."""
+    """The decisions for one text whether the first drafter drafts, and the results on which they are based."""
 
     def __init__(self) -> None:
         self._looked_up = [_Mean() for _ in range(_LENGTHS)]

@@ -15,7 +15,8 @@ from decoding.rules.tree import Proposal
 
 
 class MedusaDrafter(GrownDrafter):
-    """Drafter of the tree in the heads' config, or of ``tree``, whose paths are ranks among each head's best tokens.
+    """Drafter that drafts the tree in the heads' config, or the tree ``tree``, whose paths are ranks among each head's
+    best tokens.
 
     A node at depth d (from 1) is one of the best tokens of head d-1; with a Markov bias it is one of the best tokens
     after its parent. ``sampled``: above temperature 0 the tree is drawn from the heads' distributions after every
@@ -46,7 +47,7 @@ class MedusaDrafter(GrownDrafter):
 
 
 class MedusaSession(RowsSession):
-    """A session of heads.
+    """A session that drafts with heads.
 
     The heads have no state; the session keeps only the history and the random source of each text.
     """

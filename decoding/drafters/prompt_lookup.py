@@ -1,8 +1,8 @@
 """Prompt lookup (Saxena 2023): drafts the tokens that followed an earlier occurrence of the last few tokens.
 
-The drafter looks up the longest suffix of the text, at most ``ngram`` tokens long, that also occurs earlier in the
-text. It drafts the continuation of the latest earlier occurrence, whereas `transformers` (``prompt_lookup_num_tokens``)
-uses the first occurrence.
+The drafter looks for the longest suffix of the text, at most ``ngram`` tokens long, that also occurs earlier in the
+text. Of all earlier occurrences of this suffix it takes the latest, and drafts the tokens that follow there;
+`transformers` (``prompt_lookup_num_tokens``) takes the first occurrence.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,8 @@ from decoding.rules.tree import Proposal, ProposalKind, TokenTrie
 
 
 class PromptLookupDrafter(TextDrafter):
-    """Drafter of up to ``branches`` continuations of ``tokens`` tokens, from the prompt and the output so far.
+    """Drafter of up to ``branches`` continuations, each of up to ``tokens`` tokens, that it finds in the prompt and in
+    the output so far.
 
     The first branch continues the latest earlier occurrence of the longest suffix. Further branches continue other
     occurrences: first occurrences of longer suffixes, and among equal lengths the latest occurrences. Equal beginnings
@@ -31,9 +32,9 @@ class PromptLookupDrafter(TextDrafter):
 
     def __init__(self, tokens: int = 10, ngram: int = 3, min_ngram: int = 1, branches: int = 1) -> None:
         if tokens < 1 or branches < 1:
-            raise UserError(f"tokens is {tokens} and branches {branches}: use at least 1 of each")
+            raise UserError(f"tokens is {tokens} and branches is {branches}: set both to at least 1")
         if not 1 <= min_ngram <= ngram:
-            raise UserError(f"min_ngram is {min_ngram} and ngram {ngram}: use 1 <= min_ngram <= ngram")
+            raise UserError(f"min_ngram is {min_ngram} and ngram is {ngram}: use 1 <= min_ngram <= ngram")
         self.tokens = tokens
         self.ngram = ngram
         self.min_ngram = min_ngram

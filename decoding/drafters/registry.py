@@ -44,7 +44,7 @@ Weights = Literal["heads", "draft", "dspark draft", "eagle3 draft", "heads or dr
 
 
 class ForeignDraft(NamedTuple):
-    """A draft with another tokenizer, and the tokenizer of its target."""
+    """A draft whose tokenizer differs from the target's, with both tokenizers."""
 
     draft: CausalLM
     draft_tokenizer: PreTrainedTokenizerBase
@@ -56,7 +56,7 @@ LoadedWeights = MedusaHeads | CausalLM | DSparkDraft | Eagle3Draft | ForeignDraf
 
 @dataclass(frozen=True)
 class Entry:
-    """A drafter of the registry.
+    """An entry of the registry: it describes a drafter and makes it.
 
     ``make`` takes the loaded weights (None if the drafter has no weights) and the options by name.
     """
@@ -77,7 +77,7 @@ _PREFIX = "lookup_"
 
 
 def _hybrid(first: Entry | None = None) -> Entry:
-    """Make the entry of ``first`` combined with a lookup.
+    """Make the entry of the drafter that combines ``first`` with a lookup.
 
     If ``first`` is None, make the registry's entry, in which ``of`` is not known yet. The lookup's options begin with
     `_PREFIX`.

@@ -51,7 +51,7 @@ class DrafterSpec:
         return self.with_path(self.path)
 
     def with_path(self, path: str | None) -> str:
-        """Write the spec with another path."""
+        """Write the spec with ``path`` instead of its own path."""
         options = [f"{name}={_written(value)}" for name, value in self.options.items()]
         items = [*([path] if path is not None else []), *options]
         return self.name + (":" if items else "") + ",".join(items)

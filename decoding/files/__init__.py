@@ -1,1 +1,1 @@
-"""Models by name, on this machine or on the Hub, and the checked contents of their files: weights and configs."""
+"""Finds models by name, on this machine or on the Hub, and reads and checks their files: weights and configs."""

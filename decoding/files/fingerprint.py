@@ -52,7 +52,7 @@ def fingerprint(module: nn.Module) -> str:
 def stored_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str:
     """Return a short hash of the files of a model, heads or LoRA adapters, in a folder or under a Hub id.
 
-    It covers the config and every tensor's name, shape, stored dtype and bytes. It also covers the tree of heads,
+    The hash covers the config and every tensor's name, shape, stored dtype and bytes. It also covers the tree of heads,
     because their figures depend on the tree, and the base model of adapters. Files are read in pieces at about a second
     per GB, and only once unless they change (once per process for adapters and for less than a GB).
 

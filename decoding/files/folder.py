@@ -49,7 +49,7 @@ _ALL_LAYERS_RUN = (
 def check_model_folder(folder: Path) -> None:
     """Raise UserError, with file and value, if a folder's config and weights cannot belong to one model.
 
-    Only headers are read. For adapters, a base model in a local folder is checked as well.
+    Only headers are read. For adapters, a base model in a local folder is also checked.
     """
     base = adapted_model(folder)
     if base is not None:

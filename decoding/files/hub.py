@@ -118,7 +118,9 @@ def commit_of(name: str | Path) -> str | None:
 
 
 def revisions(names: Mapping[str, str | Path | None]) -> dict[str, str]:
-    """Return ORG/NAME@COMMIT[:FILE.gguf] under the key of each Hub id, which names the files that were read."""
+    """Return, for each of ``names`` that is a Hub id, the text ORG/NAME@COMMIT[:FILE.gguf], which says exactly which
+    files were read. The keys stay the same.
+    """
     return {
         key: str(named._replace(revision=commit_of(name)))
         for key, name in names.items()

@@ -1,4 +1,5 @@
-"""Contents of a folder: JSON objects, and weights in one safetensors file or in several shards with an index.
+"""Reads, writes and checks JSON objects and weights in a folder. The weights are in one safetensors file, or in several
+shards with an index.
 
 A size in a ``config.json`` may be wrong; the header of a safetensors file is reliable, because the library checks it
 against the file's length. Comparing the two finds a wrong config within milliseconds, before memory is allocated.
@@ -97,7 +98,8 @@ def read_header(path: Path, remedy: str) -> dict[str, StoredTensor]:
 def check_tensors(
     path: Path, header: Mapping[str, StoredTensor], expected: Iterable[tuple[str, tuple[int, ...]]], remedy: str
 ) -> None:
-    """Raise UserError unless the header of weights has exactly these names and shapes, in one floating dtype.
+    """Raise UserError unless the header of a weight file lists exactly these names and shapes, and all tensors have the
+    same floating dtype.
 
     ``path``: the file or folder of the header, as messages name it. ``expected`` is read only up to the first missing
     name, because a wrong config may imply very many names.

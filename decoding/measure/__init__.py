@@ -1,1 +1,1 @@
-"""Measurement of methods on prompts: the evaluation, other software as peers, and reports of the figures."""
+"""Measures methods of decoding on prompts: evaluations, other software for comparison, and reports of the figures."""

@@ -27,7 +27,7 @@ _TIMES = {"machines": "hardware", "commits": "commit", "numbers of processes": "
 
 @dataclass(frozen=True)
 class RecordedEvaluation:
-    """The records in an evaluation's folder, and the provenances of its files."""
+    """The records in the folder of an evaluation, and the provenance of each file of records."""
 
     folder: Path
     records: Records
@@ -59,7 +59,9 @@ def read_evaluation(folder: Path) -> RecordedEvaluation:
 
 @dataclass(frozen=True)
 class RatioConclusion:
-    """Conclusion from a ratio. ``needed``: if the conclusion is open, the number of prompts that would settle it."""
+    """Conclusion from a ratio. ``needed``: if there were too few prompts to conclude anything, the number of prompts
+    that would be enough.
+    """
 
     kind: Literal["real", "none", "open", "unmeasured"]
     text: str
@@ -68,7 +70,8 @@ class RatioConclusion:
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """A method of B compared with a method of A, in one setting and cell: ratios B/A over ``pairs`` of texts.
+    """One method of evaluation B compared with one method of evaluation A, in one setting and cell: ratios B/A over
+    ``pairs`` of texts.
 
     ``dropped``: number of later turns that are left out because their prompts differ. ``speed`` is None if times cannot
     be compared.
@@ -99,7 +102,8 @@ class Comparison:
 
 
 def conclusion(ratio: Estimate, faster: str = "faster", prompts: int | None = None) -> RatioConclusion:
-    """Judge the ratio B/A by its 95% interval, in words about B. ``faster`` is the word for a ratio above 1.
+    """Judge the ratio B/A by its 95% interval, and say in words what it means for B. ``faster`` is the word for a ratio
+    above 1.
 
     ``real``: the interval excludes 1. ``none``: the interval contains 1 and stays within 5% of it. ``open``: any other
     interval, or fewer than eight observations. ``prompts``: the number of prompts, if an observation is a wave of
@@ -269,7 +273,9 @@ def _tokens_and_passes(record: Record) -> tuple[float, float]:
 def _by_question(
     pairs: Sequence[tuple[Record, Record]], figure: Callable[[Record], tuple[float, float]], by_wave: bool = False
 ) -> list[tuple[float, float, float, float]]:
-    """Sum both methods' figures over the turns and rounds of each question or wave, for resampling; B comes first."""
+    """Sum each method's figures over all turns and rounds of a question (or wave), for resampling. The two sums of
+    method B come before the two sums of method A.
+    """
     sums: dict[int | str, list[float]] = {}
     for mine, theirs in pairs:
         total = sums.setdefault(mine.key.wave if by_wave else mine.prompts[0], [0.0] * 4)

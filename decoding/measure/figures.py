@@ -82,12 +82,12 @@ def speed_of(row: ReportRow) -> float | None:
 
 
 def settings(report: Report) -> list[str]:
-    """Return the report's settings in its order."""
+    """Return the settings of a report, in the order in which the report lists them."""
     return list(dict.fromkeys(row.setting for row in report.rows))
 
 
 def named(rows: Iterable[ReportRow], setting: str) -> list[ReportRow]:
-    """Return the rows of one setting."""
+    """Return the rows with this setting."""
     return [row for row in rows if row.setting == setting]
 
 
@@ -140,9 +140,10 @@ def below_from(points: Sequence[tuple[int, float]]) -> int | None:
 
 
 def answers(report: Report) -> list[str]:
-    """Return a sentence for each setting.
+    """Return one sentence for each setting.
 
-    It names the fastest method, and the load or context from which on this method is slower than plain decoding.
+    The sentence names the fastest method, and the load or context from which on this method is slower than plain
+    decoding.
     """
     return [_answer(report, setting) for setting in settings(report)]
 
@@ -216,7 +217,7 @@ def _and(words: Sequence[str]) -> str:
 
 
 def greedy_sentence(report: Report) -> str:
-    """Return a sentence that compares the greedy texts with those of plain decoding, or "" if there are no greedy
+    """Return a sentence that compares the greedy texts with the texts of plain decoding, or "" if there are no greedy
     texts.
     """
     compared = [row.identical_to_plain for row in report.rows if row.identical_to_plain and row.method != PLAIN]

@@ -37,7 +37,7 @@ def cells_of(config: EvaluationConfig) -> list[GridCell]:
 
 
 class Unit(NamedTuple):
-    """One turn of a wave in one setting, to be decoded by all methods in all rounds."""
+    """The work that all methods do in all rounds for one turn of a wave in one setting."""
 
     cell: GridCell
     wave: Wave
@@ -101,7 +101,7 @@ class Measurement:
         return waves_of(self.source.tasks, cell.batch_size)[self.rank :: self.world]
 
     def _missing(self) -> Iterator[Unit]:
-        """Yield the units of this process that lack records; the turns of each setting come in order."""
+        """Yield the units of this process for which records are missing. The turns of each setting come in order."""
         for cell in cells_of(self.config):
             for wave in self._waves(cell):
                 turns = max(self.source.turns(index) for index in wave.questions)
@@ -213,7 +213,7 @@ class Measurement:
         return [self.source.prompt(index, cell.context) for wave in self._waves(cell) for index in wave.questions]
 
     def _parted(self, unit: Unit) -> Iterator[RunKey]:
-        """Yield the greedy runs that lack margins although a text differs from the text of plain decoding."""
+        """Yield the greedy runs that still need margins because a text differs from the text of plain decoding."""
         for key, method in self._keys(unit):
             if method.temperature == 0 and key in self.records.by_key and key not in self.records.margins:
                 mine, plain = (self.records.by_key.get(run_key) for run_key in (key, key._replace(method=PLAIN)))

@@ -32,7 +32,8 @@ Drafts = Literal["sampled", "greedy", "deterministic"]
 
 
 class Run(NamedTuple):
-    """One decoded text: its first tokens took ``first_seconds``, and ``decode_tokens`` more took ``decode_seconds``.
+    """One decoded text: its first tokens took ``first_seconds``, and ``decode_tokens`` further tokens took
+    ``decode_seconds``.
 
     A draft's pass over the prompt counts as decoding, both in our loop and in assisted generation. In a batch the
     seconds of each pass are divided equally among its rows.

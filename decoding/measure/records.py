@@ -35,7 +35,7 @@ class GridCell(NamedTuple):
 
 
 class RunKey(NamedTuple):
-    """The name of a record.
+    """The key of a record, which says which method decoded which wave, turn and round in which cell and setting.
 
     ``turn`` counts the turns of the conversation, and ``round`` counts the repetitions; both begin at 0.
     """
@@ -62,7 +62,7 @@ class Record:
 
 
 class Records:
-    """Records by key, and the file to which new records are appended (None: memory only)."""
+    """The records by their keys, and the file to which new records are appended (None: they stay in memory only)."""
 
     def __init__(self, path: Path | None = None, known: Iterable[Mapping[str, Any]] = ()) -> None:
         """Start with ``known``, the lines of earlier files."""
@@ -119,7 +119,7 @@ class Records:
 
 
 def line_of(key: RunKey, **content: Any) -> dict[str, Any]:
-    """Return a line with the fields of the key."""
+    """Return a line of a record file: the fields of the key, and ``content``."""
     return {**key._asdict(), **content}
 
 

@@ -69,8 +69,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class SameTexts:
-    """Number of greedy texts that equal the texts of plain decoding (``identical``), and of all compared texts
-    (``of``).
+    """How many greedy texts equal the texts of plain decoding (``identical``), and how many were compared (``of``).
 
     ``margins`` contains, in sorted order, the result of `margin_of` for each text that differs. ``largest_margin`` is
     None if texts differ only in where they end, or if logits are unknown.
@@ -85,7 +84,7 @@ class SameTexts:
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """Shares of the decoding time."""
+    """The shares of the decoding time that drafting, verifying and everything else take."""
 
     draft: float
     verify: float
@@ -150,7 +149,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Report:
-    """An evaluation.
+    """The report of an evaluation.
 
     ``rows`` are for the first cell, ``grid`` is for the other cells, and ``tasks`` are rows of the first cell by task.
     """

@@ -1,4 +1,4 @@
-"""Figures of servers under load, from streamed answers whose times the client measured.
+"""Figures of servers under load, computed from streamed answers and the times at which the client received them.
 
 Each answer is a record (`decoding.measure.records`) with two more fields in its line, ``timing`` and ``counters``. The
 cell's batch size is the number of concurrent requests, and a run's seconds are its share of the wall time.
@@ -28,7 +28,8 @@ _WHOLE_LOAD = 0.9
 
 
 class Timing(NamedTuple):
-    """Times of a streamed answer, in seconds: of the request, of the last event, and of each event that contains text.
+    """The times of a streamed answer, in seconds: when the request was sent, when the last event came, and when each
+    event that contains text came.
 
     ``tokens`` is None if the server does not count tokens. ``fingerprint`` is the fingerprint of the text.
     """
@@ -93,7 +94,7 @@ def _percentiles(seconds: Iterable[float]) -> Percentiles:
 
 
 def with_counters(row: ReportRow, counters: Sequence[Mapping[str, Any]]) -> ReportRow:
-    """Add the acceptance figures of a cell from a server's counters, summed over rounds.
+    """Add the acceptance figures of a cell: they come from a server's counters and are summed over rounds.
 
     The figures have no intervals: counters do not say which passes belong to the same text, and the passes of one text
     are not independent. If the counts by position do not add up to the accepted tokens, only ``counters_disagree`` is
@@ -153,7 +154,7 @@ def _measurable(row: ReportRow, counted: bool) -> ReportRow:
 
 
 def _of_server(row: ReportRow, by_key: Mapping[RunKey, Mapping[str, Any]]) -> ReportRow:
-    """Add what the client and the server's counters measured, and compare greedy texts with those of the plain
+    """Add what the client and the server's counters measured, and compare greedy texts with the texts of the plain
     endpoint.
     """
     own = row.setting, row.method, row.batch_size
@@ -173,7 +174,7 @@ def _of_server(row: ReportRow, by_key: Mapping[RunKey, Mapping[str, Any]]) -> Re
 def _same_texts(
     mine: Mapping[RunKey, Mapping[str, Any]], by_key: Mapping[RunKey, Mapping[str, Any]]
 ) -> SameTexts | None:
-    """Count the greedy texts that equal those of the plain endpoint; servers do not report logits, so margins are
+    """Count the greedy texts that equal the texts of the plain endpoint; servers do not report logits, so margins are
     unknown.
     """
     pairs = [(line, by_key.get(key._replace(method=PLAIN))) for key, line in mine.items()]

@@ -51,7 +51,7 @@ def _rows(
     curve: Mapping[int, float] | None = None,
     ids: set[str] | None = None,
 ) -> list[ReportRow]:
-    """Return a row for each method with records in the cell; a wave counts only if all its questions are in ``ids``."""
+    """Return a row for each method with records in the cell. Waves count only if all their questions are in ``ids``."""
     by_method: dict[tuple[str, str], list[Record]] = {}
     for record in sorted(records.by_key.values(), key=lambda record: record.key[1:]):
         if record.key.cell == cell and (ids is None or ids.issuperset(record.prompts)):
@@ -102,7 +102,7 @@ def _row(
 
 
 def _compared_to_plain(records: Records, mine: Sequence[Record]) -> SameTexts:
-    """Compare greedy texts with those of plain decoding."""
+    """Compare greedy texts with the texts of plain decoding."""
     margins = [margin for record in mine for margin in records.margins.get(record.key, (None,) * len(record.runs))]
     early = margins.count("ended")
     gaps = tuple(sorted(margin for margin in margins if isinstance(margin, float)))
@@ -121,7 +121,7 @@ def tokens_and_seconds(record: Record, with_prefill: bool = False) -> tuple[floa
 
 
 def _by_wave(records: Sequence[Record], with_prefill: bool = False) -> dict[int, tuple[float, float]]:
-    """Return (tokens, seconds) of each wave, summed over its turns and rounds, which are not independent."""
+    """Return (tokens, seconds) of each wave. Both are summed over turns and rounds, which are not independent."""
     by_wave: dict[int, tuple[float, float]] = {}
     for record in records:
         tokens, seconds = by_wave.get(record.key.wave, (0.0, 0.0))
@@ -131,8 +131,8 @@ def _by_wave(records: Sequence[Record], with_prefill: bool = False) -> dict[int,
 
 
 def _of_totals(mine: Sequence[Record], other: Sequence[Record], with_prefill: bool = False) -> Figure | None:
-    """Return the total tokens per second of ``mine`` divided by those of ``other``; prompts are weighted by their
-    numbers of tokens.
+    """Return the total tokens per second of ``mine`` divided by the tokens per second of ``other``; prompts are
+    weighted by their numbers of tokens.
     """
     if not mine or not other:
         return None

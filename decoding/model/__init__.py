@@ -1,1 +1,1 @@
-"""A transformers model with one way to call it, and the drafts and heads that read its states."""
+"""One interface to all transformers models, and the drafts and heads that read a model's states."""

@@ -58,7 +58,7 @@ def _rope_parameters(text_config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 
 def why_not_static(model: PreTrainedModel) -> str | None:
-    """Return the reason why a model's steps cannot have fixed shapes, with a remedy; None if they can have them.
+    """Return why the steps of a model cannot have fixed shapes, with a remedy; return None if they can.
 
     Some rotary embeddings choose their frequencies by the longest position of a step. The host must read this position
     from the device, which a CUDA graph cannot record (`dynamic_rope_update` in transformers, whose latest version
@@ -155,7 +155,7 @@ CACHE_OF_THEIR_OWN = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
 
 
 def why_no_chains(model: PreTrainedModel) -> str | None:
-    """Return the reason why a model cannot verify several tokens in one pass; None if it can."""
+    """Return why a model cannot verify several tokens in one pass; return None if it can."""
     kind = model.config.model_type
     types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     if kind in RESTARTING:
@@ -168,7 +168,7 @@ def why_no_chains(model: PreTrainedModel) -> str | None:
 
 
 def why_unfit(model: PreTrainedModel) -> str | None:
-    """Return the reason why a model is not a causal LM, with a remedy; None if it is one."""
+    """Return why a model is not a causal LM, with a remedy; return None if it is one."""
     config, kind = model.config, model.config.model_type
     if getattr(config, "is_encoder_decoder", False):
         return f"{kind} is an encoder-decoder model: use a decoder-only causal LM"
@@ -183,7 +183,7 @@ def why_unfit(model: PreTrainedModel) -> str | None:
 
 
 def why_no_trees(model: PreTrainedModel) -> str | None:
-    """Return the reason why a model cannot run the branches of a tree in one pass; None if it can.
+    """Return why a model cannot run the branches of a tree in one pass; return None if it can.
 
     Without trees, texts run one by one on `transformers`' own cache and masks (`decoding.model.sequential`).
     """

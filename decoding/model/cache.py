@@ -22,7 +22,9 @@ _BUFFERS = itertools.count(1)
 
 @dataclass(frozen=True)
 class _Block:
-    """What a pass writes in the cache: its text i goes to row ``rows[i]``, from position ``starts[i]`` on."""
+    """The part of the cache that a pass writes: text i of the pass goes to row ``rows[i]``, from position ``starts[i]``
+    on.
+    """
 
     rows: Sequence[int]
     starts: Sequence[int]
@@ -287,7 +289,7 @@ class PreallocatedCache(Cache):
         self.lengths[row] = length
 
     def clear(self, row: int) -> None:
-        """Empty a row."""
+        """Forget the text in a row."""
         self.lengths[row] = 0
 
     def rewind(self, prompt: Sequence[int], taps: tuple[int, ...] = ()) -> int:
@@ -309,7 +311,7 @@ class PreallocatedCache(Cache):
 
     @torch.inference_mode()
     def move(self, row: int, to: int) -> None:
-        """Move a row to row ``to``, and replace the content of that row."""
+        """Move the text in a row to row ``to``, where it replaces the text of that row."""
         length = self.lengths[row]
         if row != to:
             for held in self._held:

@@ -29,8 +29,9 @@ from decoding.model.turns import CacheHolder, CacheTurns, lock_of
 from decoding.rules.tree import TokenTree
 
 _PREFILL_TOKENS = 1 << 14
-"""Largest number of tokens, including padding, in one prefill pass. So many tokens keep a GPU fully busy; 32 texts of
-8k tokens in one pass would take 40 GB."""
+"""Largest number of tokens, including padding, in one prefill pass. This number of tokens keeps a GPU fully busy; 32
+texts of 8k tokens in one pass would take 40 GB.
+"""
 
 
 class CausalLM:
@@ -52,8 +53,8 @@ class CausalLM:
         time.
 
         With ``batch_invariant`` the outputs at a token do not depend on the other tokens of its pass, in any dtype. So
-        greedy texts equal those of plain decoding, and a text is the same alone and in a batch (see `BatchInvariant`).
-        Raises UserError if such a model cannot run trees.
+        greedy texts equal the texts of plain decoding, and a text is the same alone and in a batch (see
+        `BatchInvariant`). Raises UserError if such a model cannot run trees.
         """
         if reason := why_unfit(model):
             raise UserError(reason)

@@ -1,4 +1,4 @@
-"""The cost curve, measured on this machine: seconds of a target pass by its number of new tokens."""
+"""The cost curve: how many seconds a target pass takes on this machine, by its number of new tokens."""
 
 import math
 import statistics
@@ -29,7 +29,7 @@ def pass_over(curve: Mapping[int, float], size: float) -> float:
 
 
 class _Passes:
-    """Timer of passes over new tokens, with ``prefix`` cached tokens in each of ``rows`` texts."""
+    """Timer of passes over new tokens, which follow ``prefix`` cached tokens in each of ``rows`` texts."""
 
     def __init__(self, model: CausalLM, sizes: Sequence[int], prefix: int, rows: int) -> None:
         most = max(sizes)

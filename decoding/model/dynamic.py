@@ -60,7 +60,8 @@ class TreeMasks:
         self._stored = lru_cache(maxsize=256)(self._of_shape)
 
     def of_trees(self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int) -> Any:
-        """Make additive masks (rows, 1, queries, keys), because eager attention silently misreads boolean 4-D masks.
+        """Make additive masks for these trees, (rows, 1, queries, keys). They are additive because eager attention
+        silently misreads boolean 4-D masks.
 
         Returns one mask for all layers, or a dict by layer type if the model mixes full and sliding attention.
         """
@@ -111,8 +112,8 @@ class TreeMasks:
         return (self._stored if len(shape) <= _LARGEST_STORED else self._of_shape)(shape)
 
     def _of_shape(self, shape: TreeShape) -> tuple[Tensor, Tensor]:
-        """Return, on the model's device, the depths of a tree's nodes and a mask of the nodes to which each must not
-        attend.
+        """Return each node's depth, and for each node a mask that is true at the nodes to which it must not attend.
+        Both tensors are on the model's device.
         """
         both = shape.depth_tensor, ~shape.ancestor_mask
         depths, hidden = (tensor.to(self._model.device, non_blocking=True) for tensor in both)

@@ -1,4 +1,5 @@
-"""Configs of EAGLE-3 drafts: the flat ``config.json`` of EAGLE, SpecForge and ModelOpt, and speculators' nested form.
+"""Configs of EAGLE-3 drafts: the flat ``config.json`` of EAGLE, SpecForge and ModelOpt, and the nested form that the
+library speculators writes.
 
 Files number a tap by the layer that its state enters: tap k is the state after layer k - 1 (from 0).
 """

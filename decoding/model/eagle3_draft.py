@@ -46,7 +46,7 @@ Held = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class _Attention(nn.Module):
-    """Llama's or Qwen 3's attention over pairs of an embedding and a state."""
+    """Attention as in Llama or Qwen 3, over pairs of an embedding and a state."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -121,7 +121,9 @@ class Eagle3Draft(nn.Module):
         self.d2t.copy_(d2t_of(tokens))
 
     def fused(self, states: Float[Tensor, "*batch slots taps"]) -> Float[Tensor, "*batch slots hidden"]:
-        """Map the target's states after the draft's layers, concatenated, to the vector that the draft reads."""
+        """Map the target's states after the layers that the draft reads, concatenated, to the vector that enters the
+        draft.
+        """
         states = states.to(self.fc.weight)
         if self.input_norm is not None:
             states = self.input_norm(states)

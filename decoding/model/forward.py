@@ -1,4 +1,5 @@
-"""One pass of a transformers model over this project's cache: the model's two ends, taps on its layers, and outputs.
+"""One forward pass of a transformers model over this project's cache: access to the model's two ends, taps on its
+layers, and the outputs.
 
 The two ends are the embedding of the input tokens, and the lm_head with the last hidden state. Every architecture names
 these layers (`get_input_embeddings`, `get_output_embeddings`), so no family-specific code is needed. Decoding and
@@ -53,8 +54,8 @@ def _lm_head(model: nn.Module) -> nn.Linear:
 
 @contextmanager
 def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
-    """Inside the context, collect the lm_head's input, (batch, positions, hidden), in this thread's passes of the
-    model.
+    """While the context lasts, collect the input of the lm_head, (batch, positions, hidden), whenever this thread runs
+    the model.
 
     With ``select``, the lm_head reads only ``select(hidden)``, so that no logits are computed in vain. The captured
     tensor is always the whole input.
@@ -190,7 +191,7 @@ def capture_taps(
 def begun_behind(
     model: nn.Module, count: int, tap: int, states: Float[Tensor, "batch positions hidden"], in_tuple: bool = False
 ) -> Iterator[None]:
-    """Inside the context, passes skip the layers up to ``tap`` (of ``count``) and start from ``states`` instead.
+    """While the context lasts, passes skip the layers up to ``tap`` (of ``count``) and start from ``states`` instead.
 
     ``in_tuple``: layers of this family return their states in a tuple.
     """

@@ -109,11 +109,13 @@ class MedusaConfig:
         """Raise UserError if the target's hidden size or vocabulary size differs from the size in this config."""
         if self.hidden_size != hidden_size:
             raise UserError(
-                f"these heads read states of size {self.hidden_size}, not the target's {hidden_size}: {_THIS_TARGET}"
+                f"these heads read states of size {self.hidden_size}, but the target's states have the size "
+                f"{hidden_size}: {_THIS_TARGET}"
             )
         if self.vocab_size != vocab_size:
             raise UserError(
-                f"these heads predict {self.vocab_size} tokens, not the target's {vocab_size}: {_THIS_TARGET}"
+                f"these heads were trained for a vocabulary of {self.vocab_size} tokens, but the target's vocabulary "
+                f"has {vocab_size}: {_THIS_TARGET}"
             )
 
 
@@ -161,8 +163,8 @@ class MedusaHead(nn.Module):
     def written(
         self, features: Float[Tensor, "*batch hidden"], lm_head: nn.Module | None
     ) -> Float[Tensor, "*batch vocab"]:
-        """Return the logits from the output layer of the head or the target, in the dtype and on the device of that
-        layer.
+        """Return the logits, computed by the output layer of the head or of the target, in this layer's dtype and on
+        its device.
         """
         writer = lm_head if self.lm_head is None else self.lm_head
         if writer is None:

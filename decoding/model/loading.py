@@ -172,7 +172,9 @@ def exceeds_first_gpu(folder: Path, dtype: torch.dtype | Literal["auto"]) -> boo
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model's folder or Hub id; adapters without a tokenizer use that of the base model."""
+    """Load the tokenizer of a model's folder or Hub id; adapters without a tokenizer use the tokenizer of the base
+    model.
+    """
     folder = _that_or_base(local_folder(name, weights=False), "tokenizer*")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -284,7 +286,7 @@ def dspark_folder(name: str | Path) -> Path | None:
 def load_dspark(name: str | Path, target: CausalLM) -> DSparkDraft:
     """Load a DSpark or DFlash draft in the target's dtype and on its device; sizes are checked before weights are read.
 
-    Raises UserError if the embedding or lm_head in the folder differs from that of the target.
+    Raises UserError if the embedding or lm_head in the folder differs from the target's.
     """
     folder = local_folder(name)
     if not is_dspark_folder(folder):
@@ -304,7 +306,7 @@ def load_eagle3(name: str | Path, target: CausalLM) -> Eagle3Draft:
     """Load an EAGLE-3 draft in the target's dtype and on its device; sizes are checked before weights are read.
 
     The loaded draft's config names the target's layers, even if they are the default layers. Raises UserError if the
-    embedding in the folder differs from that of the target.
+    embedding in the folder differs from the target's.
     """
     folder = local_folder(name)
     if not is_eagle3_folder(folder):

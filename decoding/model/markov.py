@@ -76,7 +76,7 @@ class GatedBias(MarkovBias):
 
 
 class RecurrentBias(MarkovBias):
-    """Bias from a memory of the block's tokens, which a gate keeps or replaces at each position."""
+    """Bias computed from a memory of the block's tokens, which a gate keeps or replaces at each position."""
 
     def __init__(self, vocab_size: int, outputs: int, rank: int, hidden: int) -> None:
         super().__init__(vocab_size, outputs, rank)

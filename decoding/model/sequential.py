@@ -1,5 +1,5 @@
-"""Chains, row by row, on models that cannot run trees because they have recurrent states, chunks or positions by token
-order.
+"""Runs chains, row by row, on models that cannot run trees, because these models have recurrent states, attend in
+chunks, or derive positions from the order of the tokens.
 
 A recurrent state cannot drop a rejected token, so the states after a prefix are kept. Each pass runs the tokens that
 were accepted after this prefix, followed by the new draft. If the whole draft is accepted, the prefix moves to its end.
@@ -28,7 +28,8 @@ from 0.3 to 0.9 (dev/log/2026-11-25.md).
 
 
 class SequentialCache(PreallocatedCache):
-    """The tokens of each row, and a `transformers` cache of a prefix that can be restored.
+    """The tokens of each row, and a `transformers` cache of the first of these tokens, which can be reset to an earlier
+    state.
 
     Without a cache, each pass runs the whole text.
     """
@@ -55,7 +56,7 @@ class SequentialCache(PreallocatedCache):
         return text.begin()
 
     def held(self, row: int) -> Cache | None:
-        """Return the cache that a row's pass reads and writes."""
+        """Return the `transformers` cache that a pass over this row reads and writes."""
         return self._rows[row].cache
 
     def truncate(self, row: int, length: int) -> None:
@@ -74,7 +75,9 @@ class SequentialCache(PreallocatedCache):
 
 
 class _Row:
-    """One text: its tokens, a cache of the first ``_live`` tokens, and the states after the first ``_kept`` tokens."""
+    """A text: its tokens, a cache of its first ``_live`` tokens, and the model's states after its first ``_kept``
+    tokens.
+    """
 
     def __init__(self, new: Callable[[], Cache] | None) -> None:
         self.tokens: list[int] = []
@@ -88,7 +91,7 @@ class _Row:
         return len(self.tokens) - self._live
 
     def begin(self) -> list[int]:
-        """Keep the current states; return the tokens that must run after them."""
+        """Keep the current states, so that they can be restored; return the tokens that must run after them."""
         fed = self.tokens[self._live :]
         if self.cache is not None:
             self._kept, self._states = self._live, [_states_of(layer) for layer in self.cache.layers]
@@ -145,7 +148,7 @@ def _flat(value: Any) -> list[Tensor]:
 
 
 class SequentialSteps:
-    """Runner of one model's steps, row by row, because padding would change a recurrent state."""
+    """Runner of one model's steps. It runs row by row, because padding would change a recurrent state."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model

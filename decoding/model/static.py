@@ -33,7 +33,9 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class Size(NamedTuple):
-    """The shape of a bucket's steps: a row runs ``nodes`` of a tree's ``span`` nodes and reads ``keys`` positions."""
+    """The shape of the steps in a bucket: each row runs ``nodes`` of a tree's ``span`` nodes and reads ``keys``
+    positions.
+    """
 
     rows: int
     nodes: int
@@ -315,7 +317,7 @@ class StaticSteps:
 
 
 class _Bucket:
-    """Steps of one shape: their inputs, and their CUDA graph once it is recorded."""
+    """The steps with one shape: their inputs, and their CUDA graph once it is recorded."""
 
     def __init__(self, owner: StaticSteps, cache: PreallocatedCache, size: Size) -> None:
         assert cache.device is not None, "a prefill comes before the first step"

@@ -1,1 +1,1 @@
-"""Trees, distributions and acceptance rules: tensors only, never models."""
+"""Trees, distributions and acceptance rules. This package uses only tensors, and never a model."""

@@ -26,7 +26,7 @@ TargetAt = Callable[[Int[Tensor, " nodes"]], Float[Tensor, "nodes vocab"]]
 
 @dataclass(frozen=True)
 class Undecided:
-    """Rows to decide, with their proposals, their random numbers and the target's distribution.
+    """Rows that need a verdict, with their proposals, their random numbers and the target's distribution.
 
     ``first[row]`` is the number of the row's root for ``target``; the row's other nodes follow.
     """
@@ -42,7 +42,7 @@ class Undecided:
         return [proposal.tree for proposal in self.proposals]
 
     def sent(self, values: Sequence[object], dtype: torch.dtype = torch.long) -> Tensor:
-        """Return the values on the rows' device, without waiting for it."""
+        """Copy values to the device of the rows, without waiting for the device."""
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
 
     def uniforms(self, count: int) -> Float64[Tensor, "rows count"]:
@@ -73,9 +73,9 @@ def padded(lists: Sequence[Sequence[int]], fill: int) -> list[list[int]]:
 
 
 def walk(batch: Undecided) -> Int[Tensor, "rows 3"]:
-    """Decide by `sampled_verify`: at each row's current node draw a token with the uniform number of the node's depth,
-    and move to the child with this token. Returns the last node of each row, the token after it (the vocabulary's size
-    if no token has weight), and how many numbers the row's source must skip.
+    """Verify all rows as `sampled_verify` does: at each row's current node draw a token with the uniform number of the
+    node's depth, and move to the child with this token. Returns the last node of each row, the token after it (the
+    vocabulary's size if no token has weight), and how many numbers the row's source must skip.
     """
     deepest = max(tree.shape.max_depth for tree in batch.trees)
     uniforms, roots = batch.uniforms(deepest + 1), batch.sent(batch.first)
@@ -102,7 +102,9 @@ def _still(walking: Bool[Tensor, " rows"]) -> Int[Tensor, " some"]:
 
 
 class _Try(NamedTuple):
-    """A child to try, and the index of the row of q from which it was drawn (-1: all mass is on the child's token)."""
+    """A child for which a random number decides, and the index of the row of q from which it was drawn (-1: all mass is
+    on the child's token).
+    """
 
     parent: int
     child: int
@@ -150,7 +152,7 @@ def _siblings(batch: Undecided, like: Float[Tensor, "flat vocab"], by_depth: boo
 
 
 def reject(batch: Undecided) -> Int[Tensor, "rows 3"]:
-    """Decide by `recursive_rejection`; return the same as `walk`.
+    """Verify all rows as `recursive_rejection` does; return the same values as `walk`.
 
     Whenever a node is reached, the same children have been tried before. So each try reads the random number at a known
     index.
@@ -176,7 +178,7 @@ def reject(batch: Undecided) -> Int[Tensor, "rows 3"]:
 
 
 def climb(batch: Undecided) -> Int[Tensor, "rows 3"]:
-    """Decide chains drawn from q by `traversal_verification`; return the same as `walk`.
+    """Verify chains drawn from q as `traversal_verification` does; return the same values as `walk`.
 
     The function does the same as `traverse` with a third of the kernels. Every node below the root was drawn from q, so
     chains with grafted nodes go to `traverse`. On the way down the chain, A needs no random number. Then, from the
@@ -210,7 +212,7 @@ def climb(batch: Undecided) -> Int[Tensor, "rows 3"]:
 
 
 def traverse(batch: Undecided) -> Int[Tensor, "rows 3"]:
-    """Decide by `traversal_verification`; return the same as `walk`.
+    """Verify all rows as `traversal_verification` does; return the same values as `walk`.
 
     When a node is tried, all its earlier siblings have been rejected with their subtrees, so its A and its p are known
     without a random number. Then, leaves first, the next number decides whether a node is kept. The letters are as in
@@ -241,7 +243,7 @@ def traverse(batch: Undecided) -> Int[Tensor, "rows 3"]:
 
 
 def accept_typical(batch: Undecided, epsilon: float, delta: float) -> Int[Tensor, "rows 3"]:
-    """Decide by `typical`; return the same as `walk`."""
+    """Verify all rows as `typical` does; return the same values as `walk`."""
     p, tokens, parents = batch.p(), batch.tokens(), batch.parents()
     threshold = torch.clamp(delta * torch.exp(torch.special.xlogy(p, p).sum(-1)), max=epsilon)
     above = parents.clamp(min=0)
@@ -272,7 +274,9 @@ def _drawn(
     number: Int[Tensor, "rows 1"],
     uniforms: Float64[Tensor, "rows count"],
 ) -> Int[Tensor, "rows 3"]:
-    """Draw each row's token after ``node`` with the uniform number at index ``number``; return the same as `walk`."""
+    """Draw the token after ``node`` in each row, with the uniform number at index ``number``; return the same values as
+    `walk`.
+    """
     of_node = weights.unflatten(0, (len(node), -1))[torch.arange(len(node), device=node.device), node[:, 0]]
     token = inverse_cdf(of_node, uniforms.gather(1, number)[:, 0])
     return torch.stack([node[:, 0], token, number[:, 0] + 1], dim=1)
@@ -301,7 +305,9 @@ def _leaves_first(shape: TreeShape) -> list[int]:
 
 
 class AtOnce(NamedTuple):
-    """A function that decides many rows as the readable rule does, and the proposals for which it was derived."""
+    """A function that applies a rule to many rows together, and the kinds of proposals for which it was derived. The
+    function's verdicts equal the verdicts of the readable rule.
+    """
 
     decide: Callable[[Undecided], Int[Tensor, "rows 3"]]
     kinds: frozenset[ProposalKind]
@@ -321,7 +327,7 @@ _DRAWN_ALONE = _ANY - {ProposalKind.DETERMINISTIC, ProposalKind.GRAFTED}
 
 
 def at_once(rule: Rule, proposals: Sequence[Proposal]) -> AtOnce | None:
-    """Return the function that decides these proposals as the rule does; None if there is none."""
+    """Return the function that applies the rule to all these proposals together; None if there is no such function."""
     if isinstance(rule.decide, partial) and rule.decide.func is typical:
         return AtOnce(partial(accept_typical, **rule.decide.keywords), _ANY)
     known = (

@@ -1,8 +1,8 @@
-"""Verdicts for the rows of a batch: the sampling controls are applied to the target's logits, and then each row is
-decided by its rule. On an accelerator (except MPS), rows with the same rule are decided together if
-`decoding.rules.at_once` has a function for the rule and these proposals. On a CPU rows are decided one by one, because
-a single row fits into the processor's cache, and its computation stops as soon as the row is decided; only large
-batches of `sampled_verify` are decided together.
+"""Verdicts for the rows of a batch: the sampling controls are applied to the target's logits, and then a rule judges
+each row. On an accelerator (except MPS), all rows with the same rule are judged together if `decoding.rules.at_once`
+has a function for the rule and these proposals. On a CPU the rows are judged one by one, because a single row fits into
+the processor's cache, and its computation stops as soon as its verdict is known; only large batches of `sampled_verify`
+are judged together.
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,8 @@ def decide(
     """Return a verdict for each row: the accepted path and the target's own token after it.
 
     In ``logits`` shorter rows are padded. ``history`` has a row for each node of each tree, one tree after the other;
-    it is None if no control reads the history. If ``rule`` is None, each proposal is decided by the lossless rule that
-    fits it. At temperature 0 every rule is the greedy rule: the argmax decides.
+    it is None if no control reads the history. If ``rule`` is None, each proposal is judged by the lossless rule that
+    fits it. At temperature 0 every rule is the greedy rule, which follows the argmax.
     """
     trees = [proposal.tree for proposal in proposals]
     target = _Target(trees, logits, sampling, history)
@@ -69,7 +69,7 @@ def decide(
 
 
 def _rule_of(proposal: Proposal, rule: Rule | None) -> Rule:
-    """Return the rule of a row.
+    """Return the rule that judges a row.
 
     A tree with only a root fits every rule, because all rules draw from p after the root.
     """
@@ -81,7 +81,7 @@ def _rule_of(proposal: Proposal, rule: Rule | None) -> Rule:
 
 
 def _pays(logits: Float[Tensor, "rows nodes vocab"], drafted: int) -> bool:
-    """Return True if deciding all rows together is faster; ``drafted`` is the number of rows with more than a root.
+    """Return True if it is faster to judge all rows together. ``drafted`` is the number of rows with drafted tokens.
 
     On a CPU, which does not wait for a device, this is so only for many rows. MPS has no float64.
     """
@@ -113,9 +113,9 @@ class _Target:
             self._p = None if sampling.greedy else probabilities(self.logits, sampling, history)
 
     def at(self, nodes: Int[Tensor, " nodes"] | slice) -> Float[Tensor, "nodes vocab"]:
-        """Return p at these nodes."""
+        """Return the target's distribution p at these nodes."""
         return probabilities(self.logits[nodes], self._sampling) if self._p is None else self._p[nodes]
 
     def of_row(self, row: int) -> Float[Tensor, "nodes vocab"]:
-        """Return p at all nodes of a row's tree."""
+        """Return the target's distribution p at all nodes of a row's tree."""
         return self.at(slice(self.first[row], self.first[row] + self._sizes[row]))

@@ -65,7 +65,7 @@ class GeneratorSource:
 
     @staticmethod
     def from_seed(seed: int, stream: int | str = "") -> "GeneratorSource":
-        """Make the source for one stream of a seed.
+        """Make the source of random numbers for one of the streams that belong to a seed.
 
         The stream is the same in every run and independent of the seed's other streams; drafting and verifying use
         different streams.

@@ -280,7 +280,7 @@ def _nucleus(logits: Float[Tensor, "rows vocab"], top_p: float) -> Float[Tensor,
 def _typical(logits: Float[Tensor, "rows vocab"], mass: float) -> Float[Tensor, "rows vocab"]:
     """Keep the tokens whose -log p is nearest the entropy until their mass reaches ``mass`` (2202.00666, section 4).
 
-    Tokens that tie with the last kept token are kept as well.
+    Tokens that tie with the last kept token are also kept.
     """
     log_shares = logits.log_softmax(-1)
     entropy = -(log_shares * log_shares.exp()).nansum(-1, keepdim=True)

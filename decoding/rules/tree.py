@@ -294,7 +294,9 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 class ProposalKind(Enum):
-    """Ways to choose a node's children. A lossless rule is lossless only for the kinds for which it was derived."""
+    """The ways in which a drafter may choose the children of a node. A lossless rule is lossless only for the kinds for
+    which it was derived.
+    """
 
     SAMPLED = "sampled"
     """Each child is drawn independently from q (with replacement)."""

@@ -46,7 +46,9 @@ class Rule:
         return "lossless" if self.lossless else "lossy"
 
     def check(self, kinds: Collection[ProposalKind], are_chains: bool) -> None:
-        """Raise UserError unless the rule was derived for these kinds, and for trees unless ``are_chains``."""
+        """Raise UserError unless the rule was derived for proposals of these kinds. Unless ``are_chains``, the rule
+        must also have been derived for trees.
+        """
         if unfit := sorted(kind.value for kind in kinds if kind not in self.kinds):
             fitting = " or ".join(sorted(kind.value for kind in self.kinds))
             raise UserError(f"the {self.name} rule takes {fitting} proposals, not {' or '.join(unfit)} proposals")
@@ -101,7 +103,7 @@ def recursive_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], sou
     with probability p(x), and the order of the children does not matter. For such children, the distribution of
     verdicts is the same as with `sampled_verify`. Grafted children come after the drawn children, with q = delta(x).
     With one drawn child and one grafted child x, a child is kept with probability p(x) + sum over y != x of min(p(y),
-    q(y)). That is at least as often as with either child alone.
+    q(y)). This probability is at least as large as if only one of the two children had been drafted.
     """
     tree = proposal.tree
     path: list[int] = []
@@ -180,7 +182,9 @@ _Visit = tuple[int, float, Tensor, Iterator[tuple[int, Tensor]]]
 def _children_with_q(
     proposal: Proposal, node: int, like: Float[Tensor, " vocab"]
 ) -> Iterator[tuple[int, Float[Tensor, " vocab"]]]:
-    """Yield a node's children in draw order, each with its q given the children before it."""
+    """Yield the children of a node in draw order. Each comes with the q from which it was drawn, given the children
+    drawn before it.
+    """
     token_list, drawn = proposal.tree.token_list, None
     drawn_nodes, kind = proposal.drawn or (len(token_list), proposal.kind)
     for child in proposal.tree.shape.children[node]:
@@ -220,7 +224,7 @@ def typical_acceptance(epsilon: float = 0.09, delta: float = 0.3) -> Rule:
 def typical(
     proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource, epsilon: float, delta: float
 ) -> Verdict:
-    """Decide by typical acceptance, as described in `typical_acceptance`."""
+    """Return the verdict of typical acceptance, as described in `typical_acceptance`."""
     tree = proposal.tree
     entropy = -torch.special.xlogy(p, p).sum(-1)
     threshold: list[float] = torch.clamp(delta * torch.exp(-entropy), max=epsilon).tolist()
@@ -264,12 +268,12 @@ RULES: dict[str, Rule] = {
 
 
 def lossless_rule(proposal: Proposal) -> Rule:
-    """Return the default lossless sampling rule for this proposal."""
+    """Return the lossless sampling rule with which this proposal is verified by default."""
     return lossless_rule_for(proposal.kind, proposal.tree.shape.is_chain)
 
 
 def lossless_rule_for(kind: ProposalKind, is_chain: bool) -> Rule:
-    """Return the default lossless sampling rule for proposals of this kind.
+    """Return the lossless sampling rule with which proposals of this kind are verified by default.
 
     With q, the rule is block verification for sampled chains and traversal verification for all other proposals; these
     rules keep the most tokens. Without q, the rule is `sampled_verify`: for deterministic tokens all rules keep equally

@@ -280,7 +280,7 @@ def test_sampled_drafts_are_told_from_argmax_drafts() -> None:
         not finding.passed
         and "2.40 with sampled drafts and 1.70 with argmax drafts: the server drafts by" in finding.found
     )
-    assert "write 1.41 times the tokens per target pass" in finding.remedy
+    assert "multiply the tokens per target pass by 1.41" in finding.remedy
     assert "accepted more often here" in compare_sampling(argmax, sampled, counted((0.8, 0.6)), 1.0).remedy
     neither = compare_sampling(sampled, argmax, counted((0.1, 0.0)), 1.0)
     assert not neither.passed and "matches neither" in neither.found and "headstart verify" in neither.remedy

@@ -212,7 +212,7 @@ class Chat:
 
 
 def _noted(steps: Iterable[Step], tokens: list[int]) -> Iterator[Step]:
-    """Yield the steps and append their tokens to ``tokens``."""
+    """Yield the steps unchanged, and append their tokens to ``tokens``."""
     for step in steps:
         tokens += step.tokens
         yield step

@@ -82,7 +82,7 @@ def asked_drafters(options: DemoOptions) -> tuple[list[str], list[str]]:
 
 
 def fits(artefact: Path) -> bool:
-    """Return True if an artefact was trained for the embedded target."""
+    """Return True if the artefact in a folder was trained for the embedded target."""
     wanted = trained_for(artefact)
     return wanted is not None and wanted == stored_fingerprint(NAME)
 

@@ -31,7 +31,7 @@ _HELD = {"heads": "heads", "dspark": "a DSpark draft", "eagle3": "an EAGLE-3 dra
 
 
 def run_diagnose(options: DiagnoseOptions, console: Console | None = None) -> bool:
-    """Make all comparisons and print their findings; return True if nothing differs."""
+    """Make all comparisons and print their findings; return True if no difference was found."""
     console, watch = console or standard_output(), standard_error()
     named = _check(options)
     findings = _compare(options, named, watch)

@@ -44,7 +44,7 @@ FOLDER = "dry-run"
 
 
 class _Enough(BaseException):  # not a subclass of Exception, so the training loop saves nothing
-    """A signal that all wanted steps have run."""
+    """An exception that ends the training once all wanted steps have run."""
 
 
 class _BegunAt(Checkpoints):

@@ -39,7 +39,9 @@ from trainer.processes import Process, agreed, join_processes, on_first
 from trainer.terminal.console import ProgressBar, say, standard_error, standard_output, wide
 
 _FILLED = 0.9
-"""Prompts must fill at least this share of a context length. It is below 1 because a cut prompt loses a few tokens."""
+"""Prompts must fill at least this share of a context length. The share is below 1 because a cut prompt loses a few
+tokens.
+"""
 _PUBLISHED = (
     *("dtype", "batch_invariant", "trust_remote_code", "prompt_field", "limit", "task", "max_new_tokens", "rounds"),
     "chat_template_kwargs",
@@ -217,7 +219,8 @@ def _check_filled(asker: Asker, config: EvaluationConfig, prompts: str) -> None:
 
 
 def _account(options: EvaluateOptions, config: EvaluationConfig, models: LoadedModels, asker: Asker) -> dict[str, Any]:
-    """Return the command, its settings and the fingerprints of all inputs, without local paths.
+    """Return an account of the evaluation, without local paths: the command, its settings, and the fingerprints of all
+    inputs.
 
     ``drafters`` maps the name that the report's rows show for a drafter to its spec; ``fingerprints`` maps specs to the
     fingerprints of their weights.

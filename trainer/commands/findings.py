@@ -31,7 +31,7 @@ def say_findings(console: Console, findings: Sequence[Finding]) -> None:
 
 def summary(findings: Sequence[Finding]) -> Text:
     """Return the last line of a command: PASS, or FAIL with the names of the problems, and the numbers of notes and
-    open checks.
+    undecided checks.
     """
     problems = [finding.check for finding in findings if finding.status == "problem"]
     others = ", ".join(
@@ -71,7 +71,7 @@ def write_findings(file: str, content: Any) -> None:
 
 
 def write_junit(file: Path, findings: Mapping[str, Sequence[Finding]]) -> None:
-    """Write findings as JUnit XML: a suite per subject, a failure per problem, a skipped test per open check."""
+    """Write findings as JUnit XML: a suite per subject, a failure per problem, a skipped test per undecided check."""
     from trainer.files.folders import write_text
 
     suites = Element("testsuites", name="headstart verify")

@@ -137,7 +137,8 @@ class PlanOptions(shared.ModelOptions):
         list[str] | None,
         Option(
             metavar=shared.SPEC,
-            help=f"Drafter to plan with; repeatable; if none is given, predict what training gains; {shared.DRAFTERS}.",
+            help=f"Drafter to plan with (repeatable), {shared.DRAFTERS}. Without a drafter, the plan predicts how much "
+            "faster decoding would be with a drafter trained for this target.",
         ),
     ] = None
     prompt_field: shared.PromptField = None

@@ -1,8 +1,8 @@
 """`headstart regenerate`: the target answers prompts, and the answers become training data for heads or drafts.
 
-Medusa-2 calls this self-distillation (2401.10774, section 2.3.2). It helps if the target's training data is unavailable
-or the target was tuned by reinforcement learning. Answers by other authors would teach another distribution. The target
-can also write the prompts (`trainer.data.self_written`).
+Medusa-2 calls this self-distillation (2401.10774, section 2.3.2). The method helps if the target's training data is
+unavailable or the target was tuned by reinforcement learning. Answers by other authors would teach another
+distribution. The target can also write the prompts (`trainer.data.self_written`).
 """
 
 from collections import Counter

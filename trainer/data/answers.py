@@ -88,7 +88,7 @@ class Backend(Protocol):
 
 
 class AnswerFile:
-    """The answers on disk, locked by one run.
+    """The answers on disk, which one run at a time locks.
 
     If the file is reopened with the same settings, finished answers are recognised.
     """
@@ -177,7 +177,8 @@ def _row_of(outcome: Outcome) -> dict[str, Any]:
 
 
 def described_prompts(source: Path) -> list[Any]:
-    """Return what regenerated files say about their prompts: a name, or how the target wrote them, with counts.
+    """Return how files of regenerated answers describe their prompts: by a name, or by how the target wrote them, with
+    counts.
 
     ``source`` is a file or a folder of files. The list is empty for answers that were not regenerated.
     """
@@ -217,7 +218,7 @@ def _begin(path: Path, set_aside: Path, settings: dict[str, Any], about: dict[st
 
 @dataclass
 class Summary:
-    """Counts of one run.
+    """Counts of one run that requests answers.
 
     ``reasoned`` counts answers with reasoning, and ``reasoned_only`` counts answers that consist only of reasoning.
     ``other_models`` counts conversations that name another model than the one that answered. ``texts_alone`` counts

@@ -206,7 +206,7 @@ def _epoch_order(epoch: int, size: int, seed: int) -> Tensor:
 
 
 class IndexedExample(NamedTuple):
-    """A sequence of a batch, and its index in the data set (-1 for a generated sequence)."""
+    """A sequence in a batch, and its index in the data set (-1 for a generated sequence)."""
 
     example: Example
     example_index: int
@@ -234,7 +234,7 @@ class BatchSource(Protocol):
 
 
 class Offline:
-    """A fixed data set, repeated in epochs; each epoch has a different order."""
+    """A fixed data set, which is repeated in epochs; each epoch has a different order."""
 
     def __init__(self, examples: Sequence[Example], batch_size: int, seed: int) -> None:
         self._examples, self._batch_size, self._seed = examples, batch_size, seed
@@ -251,7 +251,7 @@ class Offline:
 
 
 class _Examples(Sequence[Example]):
-    """Sequences that are built each time they are accessed."""
+    """A list of sequences, each of which is built whenever it is accessed."""
 
     def _at(self, index: int) -> Example:
         raise NotImplementedError
@@ -286,7 +286,7 @@ class StoredExamples(_Examples):
 
 
 class Packed(_Examples):
-    """Sequences of another set, joined into longer sequences.
+    """The sequences of another set, joined into longer sequences.
 
     Example i contains the documents ``order[bounds[i] : bounds[i + 1]]``.
     """

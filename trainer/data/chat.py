@@ -68,7 +68,7 @@ class TranscriptEncoder:
         return self._encoded(replace(transcript, messages=tuple(messages)), template)._replace(ignored=ignored)
 
     def ignored(self, messages: Messages, tools: Tools | None) -> tuple[str, ...]:
-        """Return the names of all that the chat template ignores: message fields, messages of a role, and "tools"."""
+        """Return the names of what the chat template ignores: message fields, messages of a role, and "tools"."""
         if self._template is None:
             return (*_extras(messages), *(("tools",) if tools else ()))
         return self._template.with_tools(tools).ignored(messages)
@@ -233,7 +233,7 @@ class ChatTemplate:
         return self if tools == self._tools else ChatTemplate(self._tokenizer, self._given, tools, self._variables)
 
     def ignored(self, messages: Messages) -> tuple[str, ...]:
-        """Return the names of all that does not change a conversation's text: message fields, roles and "tools"."""
+        """Return the names of what does not change a conversation's text: message fields, roles and "tools"."""
         without = {name: (self, others) for name, others in _extras(messages).items()}
         for role in sorted({message["role"] for message in messages} - {"user", "assistant"}):
             longer = [{**m, "content": m["content"] + _GOES_ON * (m["role"] == role)} for m in messages]

@@ -147,7 +147,7 @@ def _format_of(fields: dict[str, Any], section: DataSection, where: str) -> Form
 
 
 class AnswerKey(NamedTuple):
-    """Identity of an answer: the line in the source (from 1), and the number of the sample for this line (from 0)."""
+    """What identifies an answer: its line in the source (from 1), and its sample's number for this line (from 0)."""
 
     row: int
     sample: int

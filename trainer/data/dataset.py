@@ -135,7 +135,7 @@ def load_splits(
 
 
 def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> Dataset:
-    """Load only the held-out data, never packed.
+    """Load only the held-out data, which is never packed.
 
     Rows without answers suffice, because evaluations decode from prompts.
     """
@@ -162,7 +162,7 @@ def _load_prompts(path: str, section: DataSection, tokenizer: PreTrainedTokenize
 
 
 def not_held_out(heldout: str, train: str) -> str:
-    """Return a warning that the settings of training data and held-out data name the same data."""
+    """Return a warning that the training data and the held-out data are the same, according to their settings."""
     return f"warning: {heldout} is the same data as {train}, so held-out figures are measured on training data"
 
 

@@ -25,7 +25,7 @@ _START = "spawn"  # a forked process would inherit the locks of this process's t
 
 @dataclass
 class Account:
-    """Counts of a source's rows and of their sequences."""
+    """Counts of the rows of a source, and of the sequences made from them."""
 
     formats: Counter[str] = field(default_factory=Counter)
     """Number of rows by format."""

@@ -146,7 +146,7 @@ class PromptDraws:
         """``backend`` decodes ``group`` conversations at a time, with the settings of `UserTurn.config`."""
         self._wanted, self._turn, self._backend, self._group = wanted, turn, backend, group
         self._texts, self._faults = dict[int, str](), dict[int, str]()
-        """Text or fault of each draw, by its number (from 1)."""
+        """The text of each draw, or why the draw cannot be used, by the number of the draw (from 1)."""
         self._first: dict[str, int] = {}
         """Maps the words of a prompt to the number of the first draw with these words."""
         others = () if wanted.without is None else read_conversations(wanted.without, None, None, 1, chat=True)

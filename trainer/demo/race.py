@@ -69,7 +69,9 @@ class Models:
 
 
 class Side:
-    """One side of a race: its steps so far, the pieces of text that each step completed, and running figures."""
+    """One side of a race: the steps that it has decoded, the pieces of text that each step completed, and running
+    figures.
+    """
 
     def __init__(self, engine: Engine, prompt: Sequence[int], config: DecodingConfig) -> None:
         """Raise the errors of `Engine.steps` for a prompt or a rule that does not fit."""
@@ -122,7 +124,7 @@ class Ending(NamedTuple):
 
 
 class Race:
-    """A prompt decoded plainly and speculatively.
+    """Two decodings of the same prompt, one plain and one speculative.
 
     The side that has used less time takes the next step, and each side counts only the seconds of its own steps. So
     both texts always look as if each ran on a separate machine for the same time.
@@ -149,8 +151,8 @@ class Race:
 
     @property
     def speedup(self) -> float | None:
-        """Tokens per second of the speculative side, divided by those of the plain side; None until both have finished
-        the prefill.
+        """Tokens per second of the speculative side, divided by the tokens per second of the plain side; None until
+        both have finished the prefill.
         """
         plain, speculative = self.plain.tally.tokens_per_second, self.speculative.tally.tokens_per_second
         return speculative / plain if plain and speculative else None

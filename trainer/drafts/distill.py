@@ -60,7 +60,7 @@ class TeacherSource(Protocol):
 
 
 class DraftPrefetch(NamedTuple):
-    """Parts of a draft's step that do not need the target to run."""
+    """The parts of a draft's training step that are prepared without running the target."""
 
     positions: Int[Tensor, " labels"]
     """Positions before the labels, in the flattened batch."""

@@ -41,7 +41,9 @@ _BLOCKED = float(
 
 
 class Blocks(NamedTuple):
-    """Anchors of a batch, and labels of the tokens that each block predicts."""
+    """The anchors of a batch (positions after which blocks are trained), and the labels of the tokens that each block
+    predicts.
+    """
 
     anchors: Int[Tensor, "batch anchors"]
     """Positions t, in increasing order, padded with 0."""
@@ -257,7 +259,7 @@ class DSparkTraining(nn.Module):
 
 
 class BlocksPrefetch(NamedTuple):
-    """Parts of a step that do not need the target to run."""
+    """The parts of a training step that are prepared without running the target."""
 
     blocks: Blocks
     labels: Labels
@@ -343,8 +345,8 @@ class DSparkObjective:
 
 @torch.inference_mode()
 def rank_accuracies(dspark: PairedDSpark, texts: Sequence[tuple[Sequence[int], int]]) -> list[list[float]]:
-    """Return shares: ``[d][r]`` is the share of labels at depth d that are the draft's guess of rank r (d and r count
-    from 0).
+    """Return a table of shares: ``[d][r]`` is the share of labels at depth d that are the draft's guess of rank r (d
+    and r count from 0).
 
     ``texts`` are pairs of tokens and prompt length; each new token serves once as the root of a tree.
     """

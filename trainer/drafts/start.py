@@ -1,4 +1,6 @@
-"""A draft's initial weights (layers of its target, a small model, or random), and its finished folder."""
+"""The initial weights of a draft (layers of its target, a small model, or random weights), and the folder of the
+finished draft.
+"""
 
 import copy
 import difflib

@@ -1,9 +1,9 @@
-"""Formats that are whole folders, for heads, for drafts and for drafts that read the target's states. Every written
-folder is read back and compared with what was trained.
+"""Export formats that consist of a whole folder: for heads, for ordinary drafts, and for drafts that read the target's
+states. Every written folder is read back and compared with what was trained.
 
-A draft is a plain transformers folder. DSpark, DFlash and EAGLE-3 drafts have flat layouts or speculators' nested
-layout. There are two flat layouts: DeepSpec's layout, which training also writes, and EAGLE's layout. vLLM loads all
-three layouts, and SGLang loads only the flat layouts.
+A draft is a plain transformers folder. DSpark, DFlash and EAGLE-3 drafts have flat layouts or the nested layout of the
+library speculators. There are two flat layouts: DeepSpec's layout, which training also writes, and EAGLE's layout. vLLM
+loads all three layouts, and SGLang loads only the flat layouts.
 """
 
 import json
@@ -247,7 +247,8 @@ def write_state_draft(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
 
 
 def nested(flat: Mapping[str, Any], method: str, tokens: int, target: str | None) -> dict[str, Any]:
-    """Return the content of speculators' ``config.json``, given the content of a flat ``config.json``.
+    """Return the content of a ``config.json`` as the library speculators writes it, given the content of a flat
+    ``config.json``.
 
     ``tokens``: the number of tokens that servers draft at a time by default. ``target``: the Hub id of the target, or a
     path, of which only the last part is written. Raises UserError for blocks that are causal in layers without a
@@ -286,7 +287,7 @@ def nested(flat: Mapping[str, Any], method: str, tokens: int, target: str | None
 
 
 def _nest_weights(folder: Path, draft: StateDraft) -> None:
-    """Rename the tensors of a flat folder to speculators' names, and add the inverse of ``d2t``."""
+    """Rename the tensors of a flat folder as in the library speculators, and add the inverse of ``d2t``."""
     weights = {
         name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in read_weights(folder, _AGAIN).items()
     }

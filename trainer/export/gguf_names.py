@@ -201,7 +201,9 @@ def row_order(draft: DSparkDraft | Eagle3Draft, name: str) -> Int[Tensor, " rows
 
 
 def _divisors(base: float, scaled: Tensor) -> Tensor:
-    """Return the quotients of unscaled and scaled rotary frequencies, by which llama.cpp divides."""
+    """Return, for each pair of dimensions, the unscaled rotary frequency divided by the scaled one. llama.cpp divides
+    its frequencies by these numbers.
+    """
     unscaled: Tensor = 1.0 / base ** (torch.arange(len(scaled)).float() / len(scaled))
     return unscaled / scaled
 

@@ -117,7 +117,7 @@ def _read_target(name: str | None, given: bool, trusted: bool) -> tuple[CausalLM
 def _read_prompts(
     source: Path, prompts: Path | None, tokenizer: PreTrainedTokenizerBase, longest: int | None
 ) -> _Prompts:
-    """Read prompts from a file, or from the held-out data of the run that made ``source``, in the way of that run.
+    """Read prompts from a file, or from the held-out data of the run that made ``source``, as that run read them.
 
     ``longest``: length in tokens of the longest text that can be decoded; None for no limit. Raises `_NotHere` if no
     file is given and the held-out data cannot be read on this machine.
@@ -172,7 +172,9 @@ def check_drafts(
 
 
 class _Reading(NamedTuple):
-    """The texts of one drafter with their counts, and, if the drafter has heads, their logits at some positions."""
+    """What one drafter wrote: the texts with their counts and, if the drafter has heads, logits of the heads at some
+    positions.
+    """
 
     label: str
     decoded: list[Generation]

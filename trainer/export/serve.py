@@ -110,7 +110,9 @@ class Serving:
 
     @property
     def lost(self) -> Mapping[str, Sequence[str]]:
-        """What each server gets wrong in the folder of a draft that reads states of its target; otherwise empty."""
+        """What each server gets wrong in the folder of a draft that reads states of its target; empty for any other
+        artefact.
+        """
         if not self.config or not self.artefact.reads_states:
             return {}
         if self.artefact.eagle3:

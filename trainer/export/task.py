@@ -17,7 +17,7 @@ from trainer.files.folders import check_links, scratch_beside
 
 HEADS, DRAFT, DSPARK, EAGLE3 = "heads", "a draft model", "a DSpark draft", "an EAGLE-3 draft"
 NESTED = "speculators"
-"""Format with speculators' nested layout."""
+"""Format with the nested layout of the library speculators."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class ExportTask:
-    """Weights to write in one format."""
+    """The weights to export, and the format in which to write them."""
 
     source: Path
     """Folder of the trained artefact."""

@@ -62,8 +62,8 @@ def push(
     nothing is published by accident. ``revision``: a branch, by default ``main``, which is created if it does not
     exist. With ``pull_request`` the commit becomes a pull request. Files that the upload does not replace are kept.
 
-    Raises `UserError`, always one sentence, if the folder is not an export, if a file is a pickle or contains the
-    token, if the token is missing or the repository id is malformed, or if the Hub rejects the upload or cannot be
+    Raises `UserError` with a message of one sentence if the folder is not an export, if a file is a pickle or contains
+    the token, if the token is missing or the repository id is malformed, or if the Hub rejects the upload or cannot be
     reached.
     """
     folder = Path(folder)

@@ -110,7 +110,7 @@ def sha256_of(path: Path) -> str:
 def scratch_beside(destination: Path) -> Iterator[Path]:
     """Yield an empty hidden folder next to ``destination``, and remove it afterwards.
 
-    Folders of this kind that killed processes left for the same destination are removed as well.
+    Folders of this kind that killed processes left for the same destination are also removed.
     """
     for left, _ in _left_by_dead(destination, ("scratch",)):
         shutil.rmtree(left, ignore_errors=True)
@@ -260,7 +260,7 @@ def write_lines(path: Path, lines: Iterable[bytes]) -> None:
 
 
 def is_whole(path: Path, made_from: str, verify: bool) -> bool:
-    """Return True for a sealed file of full size with this origin; with ``verify``, its checksum must match as well."""
+    """Return True for a sealed file of full size with this origin; with ``verify``, its checksum must also match."""
     try:
         checksum = read_checksums(_seal_of(path))[path.name]
         with safe_open(path, framework="pt") as file:  # this raises an error for a file of the wrong size

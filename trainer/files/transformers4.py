@@ -96,7 +96,9 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(rope: Mapping[str, Any], family: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``rope_scaling``, and for longrope the pretraining context under the key that transformers 4 reads."""
+    """Return ``rope_scaling``. For longrope, also return the context length of pretraining, under the key that
+    transformers 4 reads.
+    """
     if family in _TYPE_ALONE:
         scaling = {"type": rope["rope_type"], **{key: rope.get(key) for key in _TYPE_ALONE[family]}}
     else:

@@ -77,7 +77,7 @@ class HeadInputs:
 
 
 class HeadsPrefetch(NamedTuple):
-    """Parts of `HeadInputs` that do not need the target to run."""
+    """The parts of `HeadInputs` that are prepared without running the target."""
 
     labels: HeadLabels
     stored: Float[Tensor, "batch positions hidden"] | None
@@ -354,7 +354,8 @@ def fit_tree(heads: MedusaHeads, target: CausalLM, texts: Sequence[tuple[Sequenc
 def rank_accuracies(
     target: CausalLM, heads: MedusaHeads, texts: Sequence[tuple[Sequence[int], int]]
 ) -> list[list[float]]:
-    """Return shares: ``[k][r]`` is the share of labels that are head k's guess of rank r (k and r count from 0).
+    """Return a table of shares: ``[k][r]`` is the share of labels that are head k's guess of rank r (k and r count from
+    0).
 
     A bias reads the previous token of the text.
     """

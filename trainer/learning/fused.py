@@ -1,7 +1,7 @@
 """A linear layer fused with its loss, chunk by chunk, without a (tokens, vocabulary) tensor.
 
-Losses are sums. The loop divides them by counts over all processes and micro batches, so that accumulation and data
-parallelism are exact.
+Losses are sums. The training loop divides each sum by the number of labels in all processes and micro batches, so
+gradient accumulation and data parallelism do not change the result.
 """
 
 from collections.abc import Callable
@@ -60,8 +60,8 @@ def fused_loss(
     ``cross_entropy`` is taken at ``labels``; the other terms are `TokenDivergences` between ``teacher`` and the logits.
     The teacher and frozen weights get no gradient.
 
-    Row i of ``weight`` writes the target's token ``tokens[i]``, by default token i. Labels are also tokens of the
-    target; a label that no row writes adds nothing to the cross entropy.
+    The product with row i of ``weight`` is the logit of the target's token ``tokens[i]`` (without ``tokens``, of token
+    i). Labels are token ids of the target. A label for which there is no row adds nothing to the cross entropy.
 
     At most ``chunk`` rows of logits exist at a time (more if one group has more rows), with as many rows of the teacher
     and the bias; the gradient of a chunk overwrites its logits. Nothing is computed twice. Products run in autocast's
@@ -197,7 +197,7 @@ def _mixed(
 
 
 def _hits(scores: Float[Tensor, "rows outputs"], right: Int[Tensor, " rows"]) -> Bool[Tensor, " rows"]:
-    """Mark the rows whose argmax is ``right``.
+    """Mark the rows whose argmax is the output ``right``.
 
     On a CPU argmax is slow, so it runs only on rows whose argmax may be ``right``.
     """
@@ -237,7 +237,9 @@ class _Outputs:
         return products if self.soft_cap is None else (products / self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def outputs_of(self, tokens: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Return, for each token of the target, the output that writes it, or -1."""
+        """Return, for each of these token ids of the target, the index of the output that stands for it, or -1 if there
+        is none.
+        """
         if self._sorted is None:
             return tokens.where(tokens < self._count, -1)
         known, order = self._sorted
@@ -247,7 +249,8 @@ class _Outputs:
     def compare(
         self, taught: KnownLogits, soft: Softmax, temperature: float, repeat: Callable[[Tensor], Tensor]
     ) -> tuple[TokenDivergences, Callable[[Tensor], Tensor]]:
-        """Return p and q on the known outcomes, and a function from pulls to the gradient of all logits.
+        """Return p and q on the outcomes that the teacher knows, and a function that turns pulls into the gradient of
+        all logits.
 
         ``repeat`` is a function that repeats the values of groups for the rows of ``soft``.
         """
@@ -300,7 +303,7 @@ def chunk_rows(width: int, itemsize: int, device: torch.device, compared: bool) 
 
 
 def block_rows(width: int, logits: Tensor) -> int:
-    """Return how many rows of ``width`` logits one softmax in fp32 or fp64 takes."""
+    """Return how many rows of ``width`` logits go into one softmax in fp32 or fp64."""
     size = _BLOCK_BYTES if logits.device.type == "cpu" else _GPU_BLOCK_BYTES
     return _rows_within(size, width, wide_dtype(logits.dtype).itemsize)
 

@@ -1,4 +1,5 @@
-"""Loss terms of drafts and heads with their gradients in closed form; teachers; and rows that share a label.
+"""The loss terms of drafts and heads, with gradients in closed form; the teachers; and the groups of rows that share a
+label.
 
 The tests compare `TokenDivergences` with readable formulas.
 
@@ -26,7 +27,7 @@ from trainer.recipe.common import Divergence, LossSection, Term
 
 
 class LabelGroups(NamedTuple):
-    """The rows of hidden states by label: each label is predicted by a group of one or more consecutive rows."""
+    """The rows of hidden states, grouped by label: a group of one or more consecutive rows predicts each label."""
 
     ends: Int[np.ndarray, " groups"]
     """The number of rows up to and including each group.
@@ -38,7 +39,9 @@ class LabelGroups(NamedTuple):
 
     @staticmethod
     def of(positions: Int[Tensor, " rows"]) -> "tuple[Int[Tensor, ' rows'], Int[Tensor, ' groups'], LabelGroups]":
-        """Return an order in which rows of equal position are together, the distinct positions, and the groups."""
+        """Return an order of the rows in which rows with the same position are neighbours, the distinct positions, and
+        the groups.
+        """
         order = positions.argsort(stable=True)
         distinct, of_rows, repeats = positions[order].unique_consecutive(return_inverse=True, return_counts=True)
         return order, distinct, LabelGroups(repeats.cumsum(0).numpy(force=True), of_rows)
@@ -54,7 +57,7 @@ class GroupedRows:
         self.ends = np.arange(1, len(labels) + 1) if groups is None else groups.ends
 
     def spans(self, most: int, groups: slice | None = None) -> Iterator[tuple[slice, slice]]:
-        """Yield consecutive groups and their rows: at most ``most`` rows, or all rows of a single group."""
+        """Yield slices of consecutive groups and of their rows: at most ``most`` rows, or all rows of one group."""
         first, stop = (0, len(self.ends)) if groups is None else (groups.start, groups.stop)
         while first < stop:
             row = int(self.ends[first - 1]) if first else 0
@@ -89,7 +92,7 @@ class LossMix:
 
     @staticmethod
     def of(section: LossSection) -> "LossMix":
-        """Return the mix of a recipe's terms."""
+        """Return the weights and the temperature that a recipe sets."""
         return LossMix(section.mix, section.temperature)
 
     @property
@@ -99,7 +102,7 @@ class LossMix:
 
 
 class Pulled(NamedTuple):
-    """A term for each token, with its pulls: -q ∂term/∂q at each outcome.
+    """The value of a loss term at each token, with the pulls of the term: -q ∂term/∂q at each outcome.
 
     The gradient of the logits of q is q Σ pull - pull.
     """
@@ -122,7 +125,7 @@ class Softmax(NamedTuple):
         return Softmax(scores, q, scores.amax(-1, keepdim=True) - q.amax(-1, keepdim=True).log())
 
     def at(self, outputs: Int[Tensor, "rows chosen"]) -> "Softmax":
-        """Return only some outputs of each row."""
+        """Return the same softmax, restricted to some outputs of each row."""
         return self._replace(scores=self.scores.gather(1, outputs), q=self.q.gather(1, outputs))
 
     @property
@@ -131,7 +134,7 @@ class Softmax(NamedTuple):
 
 
 class TokenDivergences:
-    """Loss terms of some tokens, from p and q on the outcomes. Shared parts are computed once.
+    """The loss terms of some tokens, computed from p and q on the outcomes. Shared parts are computed once.
 
     Without ``weights`` the outcomes are all tokens that the draft can write. With ``weights`` the outcomes are a sample
     with repeats, whose weighted sums estimate sums over all tokens without bias. With a sample, ``forward_kl`` (up to a
@@ -161,7 +164,7 @@ class TokenDivergences:
         self.weights = None if weights is None else repeat(weights)
 
     def term(self, kind: Divergence) -> Pulled:
-        """Return the term ``kind`` of each token with its pulls."""
+        """Return the value of the loss term ``kind`` at each token, with its pulls."""
         if kind == "forward_kl":
             pull = self._weighted(self.p)
             value = self._negative_entropy - torch.linalg.vecdot(pull, self.soft.scores)
@@ -212,8 +215,8 @@ class TokenDivergences:
 
 
 class KnownLogits(NamedTuple):
-    """Logits of the target at some positions: over the whole vocabulary, or over some tokens together with the log
-    total.
+    """The target's logits at some positions: over the whole vocabulary, or over some tokens with the logsumexp over all
+    tokens.
     """
 
     logits: Float[Tensor, "rows known"]

@@ -21,8 +21,8 @@ GreedyTexts = Callable[[], Sequence[tuple[Sequence[int], int]]]
 def rank_shares(
     by_depth: Iterable[tuple[int, Int[Tensor, " labels"], Float[Tensor, "labels vocab"]]], depths: int
 ) -> list[list[float]]:
-    """Return shares: ``[d][r]`` is the share of labels at depth d that have rank r in the logits (d and r count from
-    0).
+    """Return a table of shares: ``[d][r]`` is the share of labels at depth d that have rank r in the logits (d and r
+    count from 0).
     """
     counts, totals = torch.zeros(depths, FITTED_RANKS), torch.zeros(depths, 1)
     for depth, labels, logits in by_depth:
@@ -35,7 +35,7 @@ def rank_shares(
 
 
 class TermSums(NamedTuple):
-    """Sums over a batch's labels, one per term of the loss."""
+    """Sums over the labels of a batch, for each term of the loss."""
 
     losses: Float[Tensor, " terms"]
     hits: Float[Tensor, " terms"]
@@ -62,7 +62,9 @@ class TermSums(NamedTuple):
 
 
 class Objective(Protocol):
-    """A trained module and its loss: Σ weight * sum / count over its terms, with counts over all processes."""
+    """A module to train, and its loss: Σ weight * sum / count over the terms of the loss; each count is over all
+    processes.
+    """
 
     terms: tuple[str, ...]
     hit_name: str

@@ -87,7 +87,9 @@ class FeaturesSection(Section):
 
 
 class MedusaRecipe(CommonRecipe):
-    """Heads on a frozen target (Medusa-1), or with ``adapters`` jointly with the target's LoRA adapters (Medusa-2)."""
+    """Heads on a frozen target (Medusa-1). With ``adapters``, LoRA adapters of the target are trained together with the
+    heads (Medusa-2).
+    """
 
     kind: Literal["medusa"]
     heads: HeadsSection = HeadsSection()

@@ -153,7 +153,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.012
 
 
 def read_yaml(text: str) -> Any:
-    """Return the value of a YAML text; raise UserError if it is not YAML."""
+    """Return the value that a YAML text describes; raise UserError if it is not YAML."""
     try:
         return yaml.load(text, _Loader)  # a SafeLoader
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a number without digits, such as 0b_

@@ -48,7 +48,7 @@ _CHOOSING = ("evaluation", "held-out data")
 
 
 class Change(NamedTuple):
-    """A setting with its name, recorded value and present value: ``training.steps (8, now 12)``."""
+    """A setting that differs: its name, recorded value and present value, as in ``training.steps (8, now 12)``."""
 
     name: str
     before: Any
@@ -61,7 +61,7 @@ class Change(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """The settings that differ, divided into those that may not differ and those that may."""
+    """The settings that differ: those for which the run is refused, and those that are allowed to differ."""
 
     refused: list[Change]
     allowed: list[Change]
@@ -76,7 +76,7 @@ def compare(recorded: Mapping[str, Any], now: Mapping[str, Any], finished: bool 
 
 
 def bound(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Return the settings without those that may always differ."""
+    """Return the settings without those in `_ALWAYS`, which may differ in any case."""
     return {
         name: bound(value, f"{section}{name}.") if isinstance(value, dict) else value
         for name, value in settings.items()
@@ -114,7 +114,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Progress:
-    """Optimizer steps done, and trained tokens seen by all processes."""
+    """How many optimizer steps were done, and how many trained tokens all processes have seen."""
 
     step: int
     tokens: int
@@ -323,7 +323,7 @@ def _read_best(folder: Path, state: Mapping[str, Any]) -> Best | None:
 
 
 def _continued(stretches: list[dict[str, Any]], step: int, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the stretches of a run resumed at ``step``, adding one if its settings changed."""
+    """Return the stretches of a run that resumes at ``step``. A new stretch is added if the settings changed."""
     done = [stretch for stretch in stretches if stretch["first_step"] < step]
     before = {name: value for name, value in done[-1].items() if name != "first_step"} if done else None
     return done if before == settings else [*done, {"first_step": step if done else 0, **settings}]

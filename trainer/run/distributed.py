@@ -78,7 +78,7 @@ class Runner:
 
 
 class _ZeroRunner(Runner):
-    """Runner for DeepSpeed, whose engine clips and steps together at the last micro batch."""
+    """Runner for DeepSpeed, whose engine clips the gradients and steps in one call at the last micro batch."""
 
     def __init__(
         self, accelerator: Accelerator, module: nn.Module, optimizers: Sequence[Optimizer], section: TrainingSection

@@ -131,7 +131,7 @@ def _evaluator(job: Job, target: StoredTarget, accelerator: Accelerator | None) 
 
 
 class Watch:
-    """Evaluations during a run. If the recipe keeps the best weights, the evaluations choose the final weights.
+    """The evaluations during a run. If the recipe keeps the best weights, the evaluations choose the final weights.
 
     Every process takes part, with whole parameters, and gets the same result; only the main process writes.
     """
@@ -166,8 +166,8 @@ class Watch:
             self._checkpoints.best = Best(progress, figure, weights, evaluation.texts)
 
     def choose_weights(self, progress: Progress) -> Progress:
-        """Load the weights to keep into the module at the end of training; return the progress that belongs to these
-        weights.
+        """At the end of training, load into the module the weights that the run keeps; return the progress at which the
+        module had these weights.
 
         Every process must call this, with whole parameters. The best weights are kept only if the interval of the ratio
         between their figure and the last weights' figure, paired by prompt, excludes 1, because the best of several

@@ -1,4 +1,4 @@
-"""`Job`: everything one training run needs, and `assemble`, which makes it from a recipe.
+"""`Job`: everything that one training run needs, and `assemble`, which makes it from a recipe.
 
 `assemble` is the only dispatch from a recipe to its kind; no other code checks the class of a recipe or an objective.
 """

@@ -169,7 +169,7 @@ class Log:
             say(self._console, f"figures also go to {begun['wandb'].url}")
 
     def _tell_trackers(self, work: Callable[[GeneralTracker], object]) -> None:
-        """Do the work with each tracker. A tracker that fails gets no more figures, and the run continues."""
+        """Call ``work`` with each tracker. A tracker that fails gets no more figures, and the run continues."""
         for tracker in tuple(self._accelerator.trackers):
             try:
                 work(tracker)

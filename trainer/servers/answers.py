@@ -113,7 +113,9 @@ def completion_of(response: Any, streamed: bool = False) -> Completion:
 
 _REPLACED = {"id", "object", "created", "model", "usage", "metrics", "role", "type", "name"}
 _REPLACED |= {"finish_reason", "prompt_token_ids"}
-"""Fields that are complete in each event that contains them; other texts and lists continue those of earlier events."""
+"""Fields that are complete in each event that contains them; other texts and lists continue the texts and lists of
+earlier events.
+"""
 
 
 def join_events(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -154,7 +156,7 @@ def _add(held: list[Any], item: Any) -> None:
 
 
 class StreamedAnswer(NamedTuple):
-    """A streamed answer with its times on one clock: the request, the last event, and each event with text.
+    """A streamed answer with the times of the request, of the last event, and of each event with text, on one clock.
 
     ``tokens`` is None if the server does not count tokens. ``passes[n]`` counts the target passes that accepted n of up
     to ``drafts`` drafted tokens. ``passes`` is empty if the server does not report these counts for each request.

@@ -65,7 +65,7 @@ class ServedModel:
         return self._run(_at_a_time(concurrency, partial(self._streamed, clock=clock), bodies, on_answer))
 
     def takes(self, body: Mapping[str, Any], clock: Callable[[], float] = time.perf_counter) -> bool:
-        """Request a stream and discard it; return False if the server rejects the request."""
+        """Request a streamed answer and discard it; return False if the server rejects the request."""
         try:
             self._run(self._streamed(body, clock), raw=REFUSED)
         except REFUSED:

@@ -94,10 +94,10 @@ class Connection:
     async def ask(self, body: Mapping[str, Any]) -> Completion:
         """Send a request with ``messages`` or a ``prompt``; return the answer, with token ids if the server has them.
 
-        Answers are streamed, so that long answers do not time out. They are not streamed if the server reports ids only
-        with whole answers. If a server rejects a request only because it asks for ids or a stream, later requests do
-        not ask for these. A request is repeated if the connection is lost, but not if the server is silent. Raises
-        APIError, or UserError if the answer is not a completion or nothing came in time.
+        Answers are streamed, so that long answers do not time out, unless the server reports token ids only with whole
+        answers. If a server rejects a request only because it asks for token ids or a stream, later requests do not ask
+        for them. A request is repeated if the connection is lost, but not if the server is silent. Raises APIError, or
+        UserError if the answer is not a completion or nothing came in time.
         """
         ways, accepted = self._ways, self._accepted  # other requests may change this list meanwhile
         for way in ways:

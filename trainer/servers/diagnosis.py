@@ -261,7 +261,8 @@ def _by_folders(replay: Replay, greedy: Sequence[Sequence[int]]) -> Iterator[Fin
 def _ask(
     replay: Replay, served: "ServedModel", page: Page, temperature: float
 ) -> tuple[list[Completion], ServerCounts | None]:
-    """Let the server answer all prompts; return the answers, and this replay's counts if the server reports any.
+    """Let the server answer all prompts; return the answers, and the server's counts for these answers if it reports
+    any.
 
     Prompts are sent as token ids if possible, so that a different template affects only the check of templates.
     """

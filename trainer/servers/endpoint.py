@@ -1,7 +1,7 @@
 """Answers from OpenAI-compatible servers, for many conversations at a time.
 
 The server applies the chat template and samples with its own generator, by default as the model's generation config
-says. It returns texts, and token ids if it has a field for them.
+says. The server returns texts. It also returns token ids if its protocol has a field for them.
 """
 
 import asyncio
@@ -47,7 +47,8 @@ class _NoAnswer(Exception):
 
 
 class EndpointBackend:
-    """Source of answers from endpoints of one target. Several conversations run at a time, each of them turn by turn.
+    """A source of answers: endpoints that all serve the same target. Several conversations run at a time, each of them
+    turn by turn.
 
     Conversations are dealt to the endpoints in rotation. If an endpoint rejects a request, or still fails after the
     client's retries, the next endpoint gets it. An endpoint that could not be reached is asked last from then on. A

@@ -76,7 +76,7 @@ def guesses(
 
 
 def _predicted(weights: Weights, target: CausalLM, online: OnlineTarget | None, text: Sequence[int]) -> Predictions:
-    """Draft after each token of a text; every draft reads the text's own tokens."""
+    """Draft after each token of a text. Every draft reads the text's own tokens."""
     tokens = torch.tensor(list(text), device=target.device)
     if isinstance(weights, CausalLM):
         logits = weights.model(input_ids=tokens[None], use_cache=False).logits[0, :-1]

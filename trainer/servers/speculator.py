@@ -1,4 +1,4 @@
-"""A trained speculator: loads it, drafts as a server does, and compares it with the served weights."""
+"""Loads a trained speculator, drafts with it as a server does, and compares it with the served weights."""
 
 from collections.abc import Sequence
 from pathlib import Path

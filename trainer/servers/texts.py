@@ -4,7 +4,7 @@ the other compares the server's greedy texts with the target.
 In a correct text, every token is the target's best token or a near-tie with it, and the text ends where the target ends
 it. A server can also score its greedy texts, without a draft, in passes over one token and in passes over several
 tokens. A pass over several tokens may round differently from passes over one token, most of all with quantised weights.
-Speculation verifies drafts in passes over several tokens, so its texts may depart from those of plain decoding at
+Speculation verifies drafts in passes over several tokens, so its texts may depart from the texts of plain decoding at
 near-ties. The scores distinguish such differences from faults. Every request asks for one token, so nothing is drafted.
 The server's cache contains all but the last ``width`` tokens of the prompt, so these tokens are computed in one pass.
 """
@@ -85,7 +85,7 @@ def compare_rendered(
 
 
 def _variants(prompt: HeldOutPrompt, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Yield common wrong renderings of a prompt: a description, its remedy, and the token ids."""
+    """Yield common wrong ways to render a prompt, each as a description, a remedy, and the token ids."""
     bos = tokenizer.bos_token_id
     if bos is not None and prompt.ids[:1] == (bos,):
         yield f"lacks the BOS ({bos})", "serve the tokenizer that was used in training", prompt.ids[1:]
@@ -250,8 +250,8 @@ def rounding_or_rule(scorer: Scorer, texts: Sequence[EngineText], width: int, en
     A difference is a token that does not have the best score at its place in passes over one token. Rounding explains
     the differences if two conditions are met. First, the largest gap between the score of a difference and the best
     score is at most the largest change of a gap between two scores that another width of the pass causes. Second, this
-    change is small enough to be rounding. ``ends`` are the ids that end a text. The finding is open if the server
-    cannot be asked.
+    change is small enough to be rounding. ``ends`` are the ids that end a text. If the server
+    cannot score texts, the finding is undecided.
     """
     gaps, changes, turned, places = list[float](), list[float](), 0, 0
     try:
@@ -269,7 +269,7 @@ def rounding_or_rule(scorer: Scorer, texts: Sequence[EngineText], width: int, en
                     turned += _best(scores) != _best(single[at])
     except UserError as error:
         return undecided(
-            CHECK, f"the server does not score its texts without a draft, so this check stays open: {error}"
+            CHECK, f"the server does not score its texts without a draft, so this check is undecided: {error}"
         )
     widest, most = max(gaps, default=0.0), max(changes, default=0.0)
     passed, equal = widest <= most <= _MOST_ROUNDING, places - len(gaps)

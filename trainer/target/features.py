@@ -1,9 +1,9 @@
 """Features: the target's hidden states on disk, which replace runs of the target. See `trainer.target.store`.
 
-A row belongs to one token. For heads, the row contains the input of the lm_head, and the weight of the lm_head is
-stored as well. For a DSpark draft, the row contains the states after the layers that the draft reads, and after the
-last layer but one. From these last states, the target's last layer computes the lm_head's input at every step. Any
-number of heads or drafts can use the same features.
+A row belongs to one token. For heads, the row contains the input of the lm_head, and the weight of the lm_head is also
+stored. For a DSpark draft, the row contains the states after the layers that the draft reads, and after the last layer
+but one. From these last states, the target's last layer computes the lm_head's input at every step. Any number of heads
+or drafts can use the same features.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,9 @@ _MEASURED = 32
 
 @dataclass(frozen=True)
 class FeatureOrigin(Origin):
-    """The origin of features. ``data``: fingerprint of token ids and document lengths of all examples, in order."""
+    """Everything from which stored features were made. ``data``: fingerprint of token ids and document lengths of all
+    examples, in order.
+    """
 
     noun: ClassVar[str] = "features"
     row: ClassVar[str] = "token"
@@ -97,7 +99,7 @@ class FeatureOrigin(Origin):
 
 @dataclass(frozen=True)
 class FeatureWriter:
-    """Writer of features: runs the target, but computes no logits."""
+    """Writer of features, which runs the target, but computes no logits."""
 
     target: CausalLM
     origin: FeatureOrigin

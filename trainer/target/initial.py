@@ -1,4 +1,5 @@
-"""What new heads and drafts take from target and data: the tokens that they write, and fitted first weights.
+"""What new heads and drafts get from the target and the data: the tokens that they can write, and fitted initial
+weights.
 
 First weights of heads and Markov biases are fitted by least squares to the target's own states. An lm_head predicts
 well from inputs that resemble the target's own last states. Therefore this regression is already a speculator: y = A_k
@@ -38,7 +39,8 @@ def most_frequent_trained(
     examples: Sequence[Example],
     setting: str = "draft.vocabulary",
 ) -> tuple[int, ...]:
-    """Return the most frequent trained tokens below ``known``, and all tokens that end a text.
+    """Return ``count`` tokens below ``known``: all tokens that end a text, and the most frequent tokens of the training
+    answers.
 
     ``setting`` is the recipe's key for ``count``, which messages name.
     """
@@ -49,7 +51,7 @@ def most_frequent_trained(
         ends.add(tokenizer.eos_token_id)
     always = sorted(token for token in ends if token < known)
     if count < len(always):
-        raise UserError(f"{setting} is {count} but {len(always)} tokens end texts: raise it above this number")
+        raise UserError(f"{setting} is {count}: set it above {len(always)}, the number of tokens that end a text")
     texts = (predicted[predicted < known].tolist() for predicted in map(Example.predicted, examples))
     return most_frequent_tokens(texts, count, known, always)
 
@@ -57,7 +59,7 @@ def most_frequent_trained(
 def say_coverage(
     process: Process, drafter: str, examples: Sequence[Example], tokens: Int[Tensor, " outputs"] | None
 ) -> None:
-    """Print which share of the trained tokens a drafter can write, if its vocabulary is reduced."""
+    """If a drafter has a reduced vocabulary, print what share of the tokens in the training answers it can write."""
     if tokens is not None and process.is_first:
         written = [np.isin(example.predicted(), tokens.cpu().numpy()) for example in examples]
         count = sum(map(len, written))
@@ -76,7 +78,7 @@ _SPREAD = 3.0
 
 
 class Start(NamedTuple):
-    """First weights, on the CPU: the weights of the heads' maps, and T as a product of two matrices."""
+    """Initial weights, on the CPU: the weights of the heads' linear maps, and T as a product of two matrices."""
 
     maps: Float[Tensor, "heads hidden hidden"]
     """A_k, from x (columns) to y (rows)."""
@@ -89,7 +91,7 @@ class Start(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """The regression's coefficients, in fp32."""
+    """The coefficients of the regression, in fp32."""
 
     maps: Float[Tensor, "heads hidden hidden"]
     shifts: Float[Tensor, "heads hidden"]

@@ -1,4 +1,5 @@
-"""A recipe's target (loaded or only on disk), its hidden states, and its step from lm_head products to logits.
+"""The target of a recipe (loaded, or only its description), its hidden states, and the function from the products of
+its lm_head to logits.
 
 `trainer.target.features` reads the states from disk.
 """

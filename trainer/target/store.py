@@ -56,8 +56,8 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin(ABC):
-    """The origin of a folder. Runs with another origin must not use the folder. Fingerprints are SHA-256 in
-    hexadecimal.
+    """Everything from which a stored folder was made. Runs with another origin must not use the folder. Fingerprints
+    are SHA-256 in hexadecimal.
     """
 
     noun: ClassVar[str]
@@ -126,7 +126,7 @@ class Writer(Protocol):
 
 
 def tokens_of_a_forward(vocab_size: int) -> int:
-    """Return how many tokens fit in a forward pass that computes logits at each token."""
+    """Return the largest number of tokens of a forward pass that computes logits at each token."""
     return min(BATCH_TOKENS, _LOGITS // vocab_size)
 
 

@@ -38,7 +38,7 @@ _IN_CACHE, _AT_ONCE = 1 << 20, 1 << 25  # probabilities to draw from at a time, 
 
 @dataclass(frozen=True)
 class TeacherOrigin(Origin):
-    """The origin of a cache. ``data``: fingerprint of the contents of all examples."""
+    """Everything from which a teacher cache was made. ``data``: fingerprint of the contents of all examples."""
 
     noun: ClassVar[str] = "teacher logits"
     row: ClassVar[str] = "position"
@@ -73,7 +73,7 @@ class TeacherOrigin(Origin):
         )
 
     def columns(self) -> dict[str, Column]:
-        """Return the columns: low and high parts of ids, logits, and the log total."""
+        """Return the columns: the low and high parts of token ids, the logits, and the log of the softmax's total."""
         kept = (self.top_k + self.tail,)
         columns = {"ids": Column(torch.uint16, kept), "logits": Column(self.torch_dtype, kept)}
         if self.vocab_size > _TWO_BYTES:
@@ -87,7 +87,7 @@ class TeacherOrigin(Origin):
 
 @dataclass(frozen=True)
 class TeacherWriter:
-    """Writer of a teacher cache: runs the target.
+    """Writer of a teacher cache, which runs the target.
 
     An example's sample depends only on its index in the data set and its logits.
     """

@@ -115,7 +115,8 @@ LINE_SECONDS = 15.0
 
 
 class ProgressBar:
-    """One task's progress, as a bar or lines such as "answering: 120/1,792, 310 tokens/s, about 12 min left".
+    """The progress of one task, shown as a bar or as lines such as "answering: 120/1,792, 310 tokens/s, about 12 min
+    left".
 
     ``completed`` of ``total`` items were done before; ``total`` is None if it is not known yet. Only an ``active`` bar
     shows anything; if there are several processes, one of them has such a bar. ``clock`` returns seconds.

@@ -48,7 +48,7 @@ class CascadeDrafter(Drafter):
         self, draft: CausalLM, small: CausalLM, tokens: int = 8, small_tokens: int = 3, sampled: bool = True
     ) -> None:
         if tokens < 1 or small_tokens < 1:
-            raise UserError(f"tokens is {tokens} and small_tokens {small_tokens}: use at least 1 of each")
+            raise UserError(f"tokens is {tokens} and small_tokens is {small_tokens}: set both to at least 1")
         if draft.model is small.model:
             raise UserError("both drafts of the cascade are the same model: pass a smaller model as small")
         self.draft = draft
@@ -74,8 +74,8 @@ class CascadeDrafter(Drafter):
 
 
 class _Judged(NamedTuple):
-    """The large draft's verdict on a guess; ``q`` has a row for each token of the verdict, or is None if nothing is
-    drawn.
+    """The large draft's verdict on a guess of the small draft. ``q`` has a row for each token of the verdict; it is
+    None if nothing is drawn.
     """
 
     verdict: Verdict
@@ -83,7 +83,7 @@ class _Judged(NamedTuple):
 
 
 class CascadeSession(RowsSession):
-    """The states of both drafts on a batch.
+    """A session of both drafts on a batch.
 
     The states cover the texts of the requests, each followed by the chain drafted last.
     """

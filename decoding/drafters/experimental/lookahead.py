@@ -13,7 +13,7 @@ guesses that the same pass verifies.
 The tree depends on the text and on the logits of earlier passes, never on this step's random numbers. So the tree is
 deterministic, and a rule for deterministic proposals is lossless at any temperature: given all earlier steps the tree
 is fixed, and each token is drawn from the target's distribution after the tokens before it. A path of the window may
-therefore be accepted as well. The predictions are the target's argmax without sampling controls, which affects only how
+therefore also be accepted. The predictions are the target's argmax without sampling controls, which affects only how
 often they are accepted.
 """
 
@@ -42,7 +42,7 @@ class LookaheadDrafter(Drafter):
 
     def __init__(self, window: int = 8, ngram: int = 4, guesses: int = 8) -> None:
         if window < 1 or guesses < 1:
-            raise UserError(f"window is {window} and guesses {guesses}: use at least 1 of each")
+            raise UserError(f"window is {window} and guesses is {guesses}: set both to at least 1")
         if ngram < 2:
             raise UserError(f"ngram is {ngram}: use at least 2, for the text's last token and one guess")
         self.window = window
@@ -58,7 +58,7 @@ class LookaheadDrafter(Drafter):
 
 
 class LookaheadSession:
-    """Windows and pools of a batch; a step's predictions come to the host in one transfer."""
+    """The windows and pools of n-grams for a batch. The predictions of a step come to the host in one transfer."""
 
     def __init__(self, drafter: LookaheadDrafter, device: torch.device) -> None:
         self._drafter, self._device = drafter, device
@@ -88,7 +88,7 @@ class LookaheadSession:
 
 
 class _Window:
-    """Window and pool of one text."""
+    """The window and the pool of n-grams for one text."""
 
     def __init__(self, drafter: LookaheadDrafter, prompt_length: int) -> None:
         self._drafter = drafter

@@ -70,7 +70,7 @@ class OtherTokenizerDrafter(TextDrafter):
 
 
 class OtherTokenizerSession(TextSession):
-    """A session on one text.
+    """A session that drafts for one text.
 
     The draft's cache contains the keys of the tokens ``_held``, which are in the draft's vocabulary.
     """

@@ -1,4 +1,4 @@
-"""Forms of a drafter among which a plan chooses (chains, trees, or a fixed size), and the acceptance of trees."""
+"""The forms of a drafter from which a plan chooses (chains, trees, or a fixed size), and the acceptance of trees."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -109,7 +109,7 @@ class RankCounts:
                 self.hits[depth, rank] += child in path[depth + 1 : depth + 2]
 
     def shares(self) -> list[list[float]]:
-        """Return shares: ``[d][b]`` is the share of reached nodes at depth d whose child b was accepted.
+        """Return a table of shares: ``[d][b]`` is the share of reached nodes at depth d whose child b was accepted.
 
         With few trials, the share of a rank is pulled towards half the share of the previous rank.
         """

@@ -57,7 +57,8 @@ class PlanConfig:
 
 
 class CostSurvey:
-    """Measurement of costs with several drafters. It calls ``advance`` after the cost curve and after each drafter.
+    """A measurement of costs with several drafters. The survey calls ``advance`` after the cost curve and after each
+    drafter.
 
     Prompts that, together with their new tokens, are too long for the target or a drafter are left out.
     """
@@ -127,7 +128,9 @@ class MeasuredFamily:
 
 
 class Planner(CostSurvey):
-    """The measurements of one plan. It calls ``advance`` after each of `steps` pieces of work, for a progress bar."""
+    """The measurements of one plan. The planner calls ``advance`` after each of `steps` pieces of work, for a progress
+    bar.
+    """
 
     def __init__(
         self,
@@ -147,8 +150,8 @@ class Planner(CostSurvey):
 
     @property
     def steps(self) -> int:
-        """Number of pieces of work: the acceptance of each family, and for each batch size the curve, the choices, and
-        the costs of each family.
+        """Number of pieces of work: one for the acceptance of each family, and for each batch size one for the cost
+        curve, one for the choices, and one for the costs of each family.
         """
         return len(self.families) + len(self.config.batch_sizes) * (2 + len(self.families))
 

@@ -1,5 +1,5 @@
-"""Prospects before training: the cost of a draft on this machine, the acceptance at which it pays, and gains at
-published acceptance.
+"""Prospects before training: how much a draft costs on this machine, from which acceptance on it pays, and how much it
+gains at published acceptance rates.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ DEEPEST = 8
 
 
 class Published(NamedTuple):
-    """Acceptance of a published draft. ``rates``: its per-position acceptance."""
+    """The acceptance that was published for a draft. ``rates``: the acceptance by position."""
 
     draft: str
     """The kind of draft: a key of the mapping of drafters that `Prospects` receives."""

@@ -1,4 +1,5 @@
-"""Seconds that a step of the decoding loop takes, by the size of the draft, and the choice of the fastest form.
+"""How many seconds a step of the decoding loop takes, by the size of the draft, and which form of a drafter is the
+fastest.
 
 The loop runs with the real drafter, so the seconds include everything around the target pass: updating the draft's
 cache, masks, rules and the commit. Plain steps and drafts of several sizes alternate within one decoding.
@@ -52,7 +53,9 @@ class StepSeconds(NamedTuple):
 
 
 class StepSurvey:
-    """Policy that alternates between plain decoding and the given budgets, and records the seconds of their steps."""
+    """Policy that alternates between plain decoding and the given budgets, and records how many seconds their steps
+    take.
+    """
 
     name = "step survey"
 
@@ -92,7 +95,7 @@ class StepSurvey:
             self._seconds[budget].append((drafted, StepSeconds(draft, verify, total - draft - verify)))
 
     def seconds(self) -> dict[Budget, StepSeconds]:
-        """Return the typical seconds of each budget's steps."""
+        """Return, for each budget, the typical seconds of its steps."""
         return {budget: _typical(steps) for budget, steps in self._seconds.items() if steps}
 
 
@@ -150,7 +153,7 @@ def survey_steps(
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of a step with one drafter at one batch size, for every depth and number of nodes.
+    """Seconds that a step with one drafter takes at one batch size, for every depth and number of nodes.
 
     ``measured`` holds the measured steps, including `NO_DRAFT`. ``curve`` maps the number of tokens of a target pass to
     its seconds. Costs of other sizes come from a fit: drafting is linear in depth and nodes, overhead is linear in
@@ -213,7 +216,7 @@ def _fitted(points: Sequence[tuple[Sequence[float], float]], at: Sequence[float]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A form of a drafter: its spec, its size, and its tokens per target pass.
+    """A form that a drafter may take: its spec, its size, and its tokens per target pass.
 
     ``tree``: the paths of the tree, if the plan chose a tree; otherwise empty.
     """
@@ -230,7 +233,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A candidate with the seconds of its step and of a plain step, and thus its speed-up."""
+    """A candidate, the seconds that its step and a plain step take, and the resulting speed-up."""
 
     candidate: Candidate
     step: StepSeconds

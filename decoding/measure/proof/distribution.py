@@ -1,4 +1,4 @@
-"""Tests of sampled texts: mean log-probability of tokens, and counts of next tokens."""
+"""Tests of sampled texts, by the mean log-probability of their tokens and by counts of next tokens."""
 
 from collections.abc import Sequence
 
@@ -78,7 +78,7 @@ def likely_beginnings(reference: Reference, prompt: Sequence[int], draws: int) -
 
 
 def counts_after(path: tuple[int, ...], p: Tensor, texts: Sequence[tuple[int, ...]]) -> Cells:
-    """Count the tokens that follow a beginning in the texts."""
+    """Count the tokens that follow a beginning, in all texts that start with it."""
     follow = [text[len(path)] for text in texts if text[: len(path)] == path and len(text) > len(path)]
     return Cells.pooled(torch.bincount(torch.tensor(follow, dtype=torch.long), minlength=len(p)), p)
 

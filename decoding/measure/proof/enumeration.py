@@ -34,8 +34,8 @@ LOSSLESS = 1e-12
 
 
 class EnumeratingSource:
-    """A random source that replays a script, takes first options after the script's end, and computes the path's
-    probability.
+    """A random source that replays a script, takes the first option of each choice after the end of the script, and
+    computes the probability of the path.
     """
 
     def __init__(self, script: tuple[int, ...] = ()) -> None:
@@ -150,7 +150,7 @@ def _random_row(vocab: int, kind: RowKind, generator: torch.Generator) -> Tensor
 
 
 def contexts(tree: TokenTree) -> list[Context]:
-    """Return each node's context."""
+    """Return the context of each node: the tokens on the path to the node."""
     return [tuple(tree.token_list[ancestor] for ancestor in tree.shape.path(node)) for node in range(len(tree))]
 
 
@@ -202,7 +202,7 @@ def grafted_draft(drawn: Draft, looked_up: Sequence[int]) -> Draft:
 
 
 def draft_of(kind: ProposalKind, shape: TreeShape, q: ContextModel) -> Draft:
-    """Make a draft of this kind: drawn from q, or q's best tokens, or both in one tree."""
+    """Make a draft of this kind: tokens drawn from q, the best tokens of q, or both in one tree."""
     if kind is ProposalKind.GRAFTED:
         drawn = sampled_draft(shape, q, ProposalKind.SAMPLED_WITHOUT_REPLACEMENT)
         return grafted_draft(drawn, [1, 2, 1][: shape.max_depth])
@@ -236,7 +236,7 @@ def verdicts(draft: Draft, decide: Decide, p: ContextModel) -> list[tuple[Propos
 
 
 class Enumerated(NamedTuple):
-    """Figures over all outcomes of one turn of drafting and verifying.
+    """Figures over all outcomes of drafting and verifying once.
 
     ``distance``: the largest difference between the probability of a sequence and its probability under the target.
     ``accepted_length``: the expected number of accepted draft tokens.
@@ -311,7 +311,7 @@ class RuleProof(NamedTuple):
 
     @property
     def lossless(self) -> bool:
-        """True if the probabilities differ from those of the target only by rounding (`LOSSLESS`)."""
+        """True if the probabilities differ from the target's probabilities only by rounding (`LOSSLESS`)."""
         return self.distance < LOSSLESS
 
 

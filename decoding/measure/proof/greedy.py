@@ -45,8 +45,8 @@ def is_near_tie(margin: Margin, dtype: torch.dtype) -> bool:
 def greedy_identity(reference: Reference, texts: Sequence[EngineText]) -> Finding:
     """Compare each token of greedy texts with the target's argmax after the preceding tokens.
 
-    If all tokens agree, the texts are those of plain greedy decoding. After a near-tie, the comparison continues with
-    the text that the engine wrote.
+    If all tokens agree, the texts equal the texts of plain greedy decoding. After a near-tie, the comparison continues
+    with the text that the engine wrote.
     """
     near = near_tie(reference.target.dtype)
     misses: list[dict[str, Any]] = [
@@ -90,7 +90,7 @@ def greedy_identity(reference: Reference, texts: Sequence[EngineText]) -> Findin
 
 
 def end_of(text: EngineText, eos: Sequence[int], max_new_tokens: int) -> int:
-    """Return the correct length of a text: up to its first EOS, at most ``max_new_tokens``."""
+    """Return the length that a text should have: up to its first EOS, at most ``max_new_tokens``."""
     ends = (index for index, token in enumerate(text.tokens, start=1) if token in eos)
     return min(next(ends, max_new_tokens), max_new_tokens)
 

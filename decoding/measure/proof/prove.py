@@ -26,7 +26,7 @@ class EngineUnderTest(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class EngineWriter:
-    """An engine in this process that writes the texts to test; ``config`` is for temperatures above 0.
+    """A writer of the texts to test that uses an engine in this process; ``config`` is for temperatures above 0.
 
     The engine calls ``on_answer`` at the beginning of each text, for a progress bar.
     """
@@ -67,7 +67,7 @@ class Effort:
     def __post_init__(self) -> None:
         if self.max_new_tokens < DEPTH:
             raise UserError(
-                f"max_new_tokens is {self.max_new_tokens}: use at least {DEPTH}, because so many tokens are counted"
+                f"max_new_tokens is {self.max_new_tokens}: use at least {DEPTH}, because this many tokens are counted"
             )
 
     @property

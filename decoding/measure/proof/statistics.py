@@ -45,7 +45,7 @@ class LogProbability(NamedTuple):
 
     @staticmethod
     def of(p: Float[Tensor, "positions vocab"], tokens: Int[Tensor, " positions"]) -> "LogProbability":
-        """Compare each token with the distribution at its position."""
+        """Judge each token by the distribution at its position."""
         log_p = p.double().log()
         written = log_p.gather(1, tokens[:, None]).squeeze(1)
         possible = written > -math.inf
@@ -114,7 +114,7 @@ class Cells(NamedTuple):
 
     @property
     def log_evidence(self) -> Float[Tensor, " concentrations"]:
-        """For each concentration, the logarithm of a Bayes factor.
+        """Return the logarithm of a Bayes factor, for each concentration.
 
         The factor compares probabilities drawn from a Dirichlet distribution around p with p itself.
         """
@@ -134,7 +134,9 @@ class Cells(NamedTuple):
 
 
 class CountTest(NamedTuple):
-    """Joint test of the cells of several contexts; ``p_value`` is 0 if an outcome of probability 0 was drawn."""
+    """One test of the counts in the cells of several contexts; ``p_value`` is 0 if an outcome of probability 0 was
+    drawn.
+    """
 
     draws: int
     degrees: int

@@ -75,7 +75,9 @@ def _names(row: ReportRow) -> tuple[str, str]:
 
 
 def _promise(row: ReportRow) -> str:
-    """Return "lossless" or "lossy"; for greedy texts also how many of them are identical to texts of plain decoding."""
+    """Return "lossless" or "lossy". For greedy texts, also say how many of them are identical to texts of plain
+    decoding.
+    """
     same = row.identical_to_plain
     return row.label if not same or row.method == PLAIN else f"{row.label}, {_same(same)} same"
 
