@@ -55,12 +55,12 @@ def test_the_weights_of_a_large_folder_are_hashed_once_until_a_file_changes(
     first = stored_fingerprint(tmp_path / "one")
     assert {stored_fingerprint(tmp_path / "one") for _ in range(3)} == {first} and len(read) == 1
     (kept,) = (tmp_path / "cache" / "fingerprints").iterdir()
-    kept.write_text(first[:5])
-    assert stored_fingerprint(tmp_path / "one") == first == kept.read_text() and len(read) == 2, (
-        "a cut-off entry is written again"
-    )
+    for damaged in (first[:5].encode(), bytes(len(first)), b"\xff" * len(first)):
+        kept.write_bytes(damaged)
+        assert stored_fingerprint(tmp_path / "one") == first == kept.read_text(), "a damaged entry is written again"
+    assert len(read) == 4
     _flip_last_bit(tmp_path / "one")
-    assert stored_fingerprint(tmp_path / "one") != first and len(read) == 3
+    assert stored_fingerprint(tmp_path / "one") != first and len(read) == 5
 
 
 def test_a_fingerprint_changes_with_one_bit_of_a_weight_its_dtype_its_name_and_the_config(tmp_path: Path) -> None:

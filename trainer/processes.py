@@ -84,13 +84,18 @@ def agreed(work: Callable[[], Result], patient: bool = False) -> Result:
         try:
             result = work()
         except Exception as raised:
-            if _AGREED in getattr(raised, "__notes__", ()):
+            if is_agreed(raised):
                 raise
             error = raised
         if wait_for_all is not None:
             wait_for_all()
         _raise_on_all(error)
         return cast(Result, result)
+
+
+def is_agreed(error: BaseException) -> bool:
+    """Return True if every process raises this error, or an error that refers to it."""
+    return _AGREED in getattr(error, "__notes__", ())
 
 
 def on_first(work: Callable[[], object]) -> None:

@@ -6,6 +6,7 @@ model is loaded nor on how its weights are split into files. `fingerprint` is th
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -70,11 +71,16 @@ def _stored_fingerprint(folder: Path, trust_remote_code: bool, files: tuple[tupl
 
     The fingerprint of a large folder is kept on disk, because each start of a run would hash the weights again.
     """
-    described = [str(folder.resolve()), trust_remote_code, files, transformers.__version__]
-    kept = cache_root() / "fingerprints" / values_fingerprint(described)
+    computed_by = transformers.__version__, Path(__file__).read_text()
+    kept = (
+        cache_root()
+        / "fingerprints"
+        / values_fingerprint([str(folder.resolve()), trust_remote_code, files, computed_by])
+    )
     large = sum(size for _, size, *_ in files) >= _LARGE and adapted_model(folder) is None  # whose base may change
-    if large and kept.is_file() and len(known := kept.read_text()) == _DIGITS:
-        return known
+    with suppress(OSError, ValueError):  # an entry that cannot be read is written again
+        if large and re.fullmatch(f"[0-9a-f]{{{_DIGITS}}}", known := kept.read_text()):
+            return known
     try:
         hashed = hashlib.sha256(_json_bytes(_described(folder, trust_remote_code)))
         for name, path in sorted(files_of_tensors(folder).items()):

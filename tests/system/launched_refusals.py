@@ -6,10 +6,11 @@ Usage: launched_refusals.py FOLDER PLACE ...; writes FOLDER/PLACE-RANK.json, the
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from whole_runs import write_recipe, write_workshop
 
 from trainer.commands.evaluate import run_evaluate
 from trainer.commands.options import EvaluateOptions
+from trainer.files.folders import write_folder
 from trainer.recipe.reading import load_recipe
 from trainer.run.train import run_recipe
 
@@ -31,6 +33,8 @@ class Place(NamedTuple):
     function: str
     work: Callable[[Path], object]
     error: type[Exception] = ValueError
+    slow: bool = False
+    """True if writing a checkpoint takes longer than the next steps."""
 
 
 def train(*overrides: str) -> Callable[[Path], object]:
@@ -57,6 +61,12 @@ PLACES = {
     "target": Place(1, "trainer.target.loading.load_model", train()),
     "rows": Place(1, "trainer.data.dataset.load_dataset", train()),
     "batches": Place(1, "trainer.run.loop.collate", train()),
+    "evaluation": Place(
+        0,
+        "trainer.run.heldout.count_steps",
+        train("training.steps=9", "evaluation.every=6", "checkpoint.every=5"),
+        slow=True,
+    ),
     "metrics": Place(0, "trainer.run.log.Log.step", train("training.steps=3"), OSError),
     "tree": Place(1, "trainer.heads.medusa1.fit_tree", train("training.steps=1")),
     "lock": Place(0, "trainer.target.store.hold", features),
@@ -66,6 +76,11 @@ PLACES = {
 }
 
 
+def write_slowly(*args: Any, **named: Any) -> None:
+    time.sleep(2)
+    write_folder(*args, **named)
+
+
 def prepare(folder: Path) -> None:
     """Write a target, texts and recipes, including recipes with features in several shards."""
     write_workshop(folder)
@@ -73,13 +88,16 @@ def prepare(folder: Path) -> None:
     write_recipe(folder, "medusa", folder / "medusa", micro_batch_size=2)
 
 
-def refuse(folder: Path, name: str) -> dict[str, str]:
+def refuse(folder: Path, name: str) -> dict[str, Any]:
     place = PLACES[name]
-    with patch(place.function, side_effect=place.error("planted")) if place.rank == RANK else nullcontext():
+    planted = patch(place.function, side_effect=place.error("planted")) if place.rank == RANK else nullcontext()
+    slow = patch("trainer.run.checkpoint.write_folder", write_slowly) if place.slow else nullcontext()
+    with planted, slow:
         try:
             place.work(folder / name)
         except (ValueError, OSError, RuntimeError) as error:
-            return {"type": type(error).__name__, "message": str(error)}
+            kept = sorted(path.name for path in (folder / name).glob("medusa/checkpoints/step-*"))
+            return {"type": type(error).__name__, "message": str(error), "kept": kept}
     return {}
 
 

@@ -38,6 +38,8 @@ def test_a_refusal_of_one_process_is_an_error_on_both(refused: Path, name: str) 
     own, other = (json.loads((refused / f"{name}-{rank}.json").read_text()) for rank in (place.rank, 1 - place.rank))
     assert own["type"] == place.error.__name__ and "planted" in own["message"]
     assert other["type"] == "UserError" and "another process failed" in other["message"]
+    if place.slow:
+        assert own["kept"] == other["kept"] == ["step-00000005"], "a launcher would kill the process that still writes"
 
 
 def test_a_process_that_works_for_long_is_waited_for_as_long_as_it_gives_signs(tmp_path: Path) -> None:

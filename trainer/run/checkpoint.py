@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from decoding.errors import UserError
 from decoding.files.stored import non_finite
 from decoding.measure.machine import commit, versions
 from trainer.files.folders import check_seal, write_folder
+from trainer.processes import is_agreed, on_first
 from trainer.run.state import Tensors
 
 _STATE, _WEIGHTS, _OPTIMIZER, _BEST = "state.json", "weights.safetensors", "optimizer.safetensors", "best.safetensors"
@@ -185,9 +187,24 @@ class Checkpoints:
 
     def last_good(self) -> str:
         """Return part of a sentence, for messages, that names the newest good checkpoint, once `writing` has ended."""
-        if self.writing is not None:
-            wait([self.writing])
+        self.settle()
         return self._last_good()
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """`settle` before an error of all processes leaves the block."""
+        try:
+            yield
+        except Exception as error:
+            if is_agreed(error):
+                self.settle()
+            raise
+
+    def settle(self) -> None:
+        """Let all processes wait until `writing` has ended; otherwise a launcher that sees one of them end would kill
+        the process that writes. Every process must call this.
+        """
+        on_first(lambda: wait([self.writing] if self.writing else []))
 
     def _last_good(self) -> str:
         good = [folder for folder in self._all() if folder not in self.unreadable]

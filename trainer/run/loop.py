@@ -86,7 +86,7 @@ def train(
     parts = Parts(objective, runner, optimizers, section, accelerator, checkpoints)
     feed = Feed(objective, source, section, _my_positions(section, accelerator), accelerator.device)
     failed: BaseException | None = None
-    with stop_signals() as stop_requested, feed, ThreadPoolExecutor(1, "checkpoint") as thread:
+    with stop_signals() as stop_requested, feed, ThreadPoolExecutor(1, "checkpoint") as thread, checkpoints.settled():
         writing: Future[None] = thread.submit(lambda: None)
         agreed(lambda: feed.begin(progress.step))
         while progress.step < section.steps:
