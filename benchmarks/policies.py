@@ -3,10 +3,10 @@
 In a cell (target, temperature, batch size) plain decoding and each drafter with each policy decode the same group of
 prompts at the same time and take turns after every step, so a machine that slows down slows all of them alike. Each
 kind of step (drafter, texts, drafted tokens) counts with its median seconds in the cell, because single steps hiccup.
-So the work that a draft model does only after plain steps is not seen; heads and lookups have no such work. Prefills do
-not count, and texts do not end early. The default policy learns from turn to turn, and its first turn does not count.
-Drafting at each step learns nothing, so one turn measures it. The widened target computes exactly the small target's
-function (`widen.py`).
+So the work that a draft model does only after plain steps is not seen; heads and lookups have no such work. Only the
+steps before the first method ends are timed; later steps have the processor's caches to themselves. Prefills do not
+count, and texts do not end early. The default policy learns from turn to turn, and the first turn does not count. The
+widened target computes exactly the small target's function (`widen.py`).
 
     python benchmarks/policies.py --target FOLDER --draft FOLDER --heads markov=FOLDER --dspark FOLDER \\
         --prompts FILE.jsonl --output FILE.json
@@ -42,6 +42,8 @@ from decoding.rules.sampling import SamplingConfig
 from trainer.terminal.console import standard_output
 
 PLAIN, FIXED, DEFAULT = "plain", "fixed", "default"
+Timings = defaultdict[tuple[str, int, int], list[float]]
+"""Seconds of steps by (drafter, texts, drafted tokens)."""
 GOAL = 0.97
 
 
@@ -81,23 +83,27 @@ def measure(
         engines[name, DEFAULT] = Engine(target, drafter, Counted())
     tokens = Counter[tuple[str, str]]()
     kinds = {key: Counter[tuple[int, int]]() for key in engines}  # of (texts, most tokens drafted in a text)
-    seconds: defaultdict[tuple[str, int, int], list[float]] = defaultdict(list)
+    keys, seconds, alone = list(engines), Timings(list), Timings(list)
     for turn in range(turns + 1):
         first = turn * cell.batch_size
         group = [prompts[(first + index) % len(prompts)] for index in range(cell.batch_size)]
         seeds = range(first, first + len(group))
-        taken = {key: engine for key, engine in engines.items() if key[1] != FIXED or turn == 1}
-        streams = [engine.steps(group, config, batch_size=len(group), seeds=seeds) for engine in taken.values()]
-        for key, decoded in zip(taken, zip(*zip_longest(*streams), strict=True), strict=True):
-            own = [step[1] for step in decoded if step is not None]
-            for share, of_rows in groupby(own, lambda step: step.total_seconds):
-                rows = [step for step in of_rows if not step.is_prefill]  # all rows of one step
-                if rows and turn:
+        order = [*keys[turn % len(keys) :], *keys[: turn % len(keys)]]
+        rounds = list(
+            zip_longest(*(engines[key].steps(group, config, batch_size=len(group), seeds=seeds) for key in order))
+        )
+        together = next((number for number, each in enumerate(rounds) if None in each), len(rounds))
+        for key, decoded in zip(order, zip(*rounds, strict=True), strict=True):
+            own = [(step[1], number < together) for number, step in enumerate(decoded) if step is not None]
+            for share, of_rows in groupby(own, lambda each: each[0].total_seconds):
+                each = [(step, crowded) for step, crowded in of_rows if not step.is_prefill]  # all rows of one step
+                if each and turn:
+                    rows, crowded = [step for step, _ in each], all(crowded for _, crowded in each)
                     kind = len(rows), max(step.drafted for step in rows)
-                    seconds[key[0], *kind].append(share * len(rows))
+                    (seconds if crowded else alone)[key[0], *kind].append(share * len(rows))
                     kinds[key][kind] += 1
                     tokens[key] += sum(len(step.tokens) for step in rows)
-    typical = {kind: median(each) for kind, each in seconds.items()}
+    typical = {kind: median(times) for kind, times in (alone | seconds).items()}
     speeds = {
         key: tokens[key] / sum(typical[key[0], *kind] * steps for kind, steps in of.items())
         for key, of in kinds.items()
