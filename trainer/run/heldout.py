@@ -150,7 +150,7 @@ class Watch:
         self._last = progress.step, evaluation
         on_first(lambda: self._log.evaluation(progress, evaluation))
         if self._section.keep == "best":
-            self._judge(progress, evaluation)
+            agreed(lambda: self._judge(progress, evaluation))  # every process raises the same error
 
     def _judge(self, progress: Progress, evaluation: Evaluation) -> None:
         figure = evaluation.figures[CRITERION]
