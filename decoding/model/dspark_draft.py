@@ -12,7 +12,7 @@ form; llama.cpp loads a GGUF file that is made from it.
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, rotate_half
 
 from decoding.errors import UserError
@@ -95,13 +96,20 @@ def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     return turned
 
 
-class _Layer(nn.Module):
+class _Layer(GradientCheckpointingLayer):
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = _Attention(config)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = Qwen3MLP(config)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], held: "partial[Any]", mask: Tensor | None) -> Tensor:
+        """Return the states after the layer; ``held`` is `Held` for this layer."""
+        normed = self.input_layernorm(x)
+        x = x + self.self_attn(normed, rotary, *held(*self.self_attn.keys_values(normed, rotary)), mask)
+        ran: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return ran
 
 
 def _seen(sight: Sight, mask: Tensor | None, at: Tensor, keys_at: Tensor | None, x: Tensor) -> Tensor | None:
@@ -197,11 +205,7 @@ class DSparkDraft(nn.Module):
         x, rotary, sights = embedded.to(self.fc.weight), self.rotary(positions), self.config.sights
         masks = {sight: _seen(sight, mask, positions, keys_at, x) for sight in set(sights)}
         for index, layer in enumerate(self.layers):
-            normed = layer.input_layernorm(x)  # type: ignore[operator]
-            attention: Any = layer.self_attn
-            keys, values = held(index, *attention.keys_values(normed, rotary))
-            x = x + attention(normed, rotary, keys, values, masks[sights[index]])
-            x = x + layer.mlp(layer.post_attention_layernorm(x))  # type: ignore[operator]
+            x = layer(x, rotary, partial(held, index), masks[sights[index]])
         normed_last: Tensor = self.norm(x)
         return normed_last
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
@@ -73,7 +74,7 @@ class _Attention(nn.Module):
         return attended
 
 
-class _Layer(nn.Module):
+class _Layer(GradientCheckpointingLayer):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -81,6 +82,21 @@ class _Layer(nn.Module):
         self.self_attn = _Attention(config)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = Qwen3MLP(config)
+
+    def forward(
+        self,
+        states: Tensor,
+        embedded: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        held: Held,
+        mask: Tensor | None,
+        norm_before_residual: bool,
+    ) -> Tensor:
+        normed = self.hidden_norm(states)
+        pairs = torch.cat((self.input_layernorm(embedded.to(normed)), normed), -1)
+        x = (normed if norm_before_residual else states) + self.self_attn(pairs, rotary, held, mask)
+        ran: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return ran
 
 
 class Eagle3Draft(nn.Module):
@@ -147,12 +163,8 @@ class Eagle3Draft(nn.Module):
         slots. ``mask`` is additive, or true at keys to which a slot attends. Without a mask a single slot attends to
         everything, and several slots attend to one another causally.
         """
-        layer = self.midlayer
-        normed = layer.hidden_norm(states)
-        pairs = torch.cat((layer.input_layernorm(embedded.to(normed)), normed), -1)
-        x = normed if self.config.norm_before_residual else states
-        x = x + layer.self_attn(pairs, self._rotary(positions), held, mask)
-        ran: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
+        rotary, residual = self._rotary(positions), self.config.norm_before_residual
+        ran: Tensor = self.midlayer(states, embedded, rotary, held, mask, residual)
         return ran
 
     def recycled(self, states: Float[Tensor, "*slots hidden"]) -> Float[Tensor, "*slots hidden"]:

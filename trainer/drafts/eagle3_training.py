@@ -139,9 +139,9 @@ def run_chains(
     """Run the slots of the texts, then ``steps`` - 1 further slots of every chain; return the chains' states."""
     kept: list[tuple[Tensor, Tensor]] = []
 
-    def held(*fresh: Tensor) -> tuple[Tensor, Tensor]:
-        kept.append((fresh[0], fresh[1]))
-        keys, values = (torch.cat(parts, 2) for parts in zip(*kept, strict=True))
+    def held(step: int, *fresh: Tensor) -> tuple[Tensor, Tensor]:
+        kept[step:] = kept[step:] or [(fresh[0], fresh[1])]  # a checkpointed layer runs again when later keys are known
+        keys, values = (torch.cat(parts, 2) for parts in zip(*kept[:step], fresh, strict=True))
         return keys, values
 
     documents, positions = batch.documents[:, :-1], batch.positions()[:, :-1]
@@ -150,7 +150,7 @@ def run_chains(
     if batch.packed or window < len(index):
         before = index[:, None] - index
         apart = ((documents[:, None] == documents[..., None]) & (before >= 0) & (before < window))[:, None]
-    state = _at(draft(embedded[:, 1:], draft.fused(states[:, :-1]), positions, held, apart), slots)
+    state = _at(draft(embedded[:, 1:], draft.fused(states[:, :-1]), positions, partial(held, 0), apart), slots)
     sees_text = (index <= slots[..., None]) & (documents[:, None] == documents.gather(1, slots)[..., None])
     chain = torch.eye(anchors.shape[1], dtype=torch.bool, device=anchors.device).expand(len(anchors), -1, -1)
     first, chain_states = positions.gather(1, slots), [state]
@@ -158,7 +158,7 @@ def run_chains(
         tokens = _at(embedded, (anchors + step).clamp(max=embedded.shape[1] - 1))
         near = sees_text & ((slots + step)[..., None] - index < window)
         mask = torch.cat((near, *(chain & (step - key < window) for key in range(1, step + 1))), 2)[:, None]
-        state = draft(tokens, draft.recycled(state), first + step, held, mask)
+        state = draft(tokens, draft.recycled(state), first + step, partial(held, step), mask)
         chain_states.append(state)
     return torch.stack(chain_states, 2).flatten(1, 2)
 

@@ -34,7 +34,7 @@ from trainer.heads.medusa1 import (
 )
 from trainer.learning.fused import fused_loss
 from trainer.learning.losses import HiddenTeacher, LossMix
-from trainer.learning.objective import GreedyTexts, TermSums
+from trainer.learning.objective import GreedyTexts, TermSums, checkpoint_layers
 from trainer.learning.spans import span
 from trainer.recipe.heads import AdaptersSection, HeadsSection
 from trainer.target.loading import check_logits, logit_scale, logit_transform
@@ -144,9 +144,7 @@ class Medusa2Objective:
         training = MedusaTraining(initial_heads(lm_head, heads, written), heads)
         self.hit_name = training.hit_name
         if adapters.gradient_checkpointing:
-            # The method has the first name since transformers 5.23, and had the second name before.
-            model, names = target.model, ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-            next(getattr(model, name) for name in names if hasattr(model, name))({"use_reentrant": False})
+            checkpoint_layers(target.model)
         self.module: JointTraining = JointTraining(with_adapters(target.model, adapters), training)
 
     @property

@@ -1,14 +1,17 @@
 """The protocol of training objectives: the loss sums of a batch, a drafter to evaluate, and weights to save."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from decoding.drafters import Drafter
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.best_tree import FITTED_RANKS
 from trainer.data.batch import Batch
@@ -32,6 +35,18 @@ def rank_shares(
         totals[depth] += len(labels)
     shares: list[list[float]] = (counts / totals.clamp(min=1)).tolist()
     return shares
+
+
+def checkpoint_layers(model: nn.Module) -> None:
+    """Let a model's layers store only their inputs, and run again in the backward pass, which gives equal gradients."""
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+    if not layers:
+        raise UserError(f"layers of {type(model).__name__} cannot run again: set gradient_checkpointing=false")
+    for layer in layers:  # as transformers does, which knows only its own models
+        layer.gradient_checkpointing, layer._gradient_checkpointing_func = (
+            True,
+            partial(checkpoint, use_reentrant=False),
+        )
 
 
 class TermSums(NamedTuple):

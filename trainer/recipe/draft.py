@@ -207,6 +207,8 @@ class DraftSection(Section):
     """None means an ordinary draft or a DSpark draft."""
     num_draft_tokens: Annotated[int, Field(ge=1)] = 4
     """Draft length in evaluations and in the ``loop`` policy. DSpark drafts use ``block_size``."""
+    gradient_checkpointing: bool = False
+    """Store only the inputs of the draft's layers, and run each layer again in the backward pass."""
 
     @property
     def over_states(self) -> DSparkSection | Eagle3Section | None:

@@ -40,6 +40,7 @@ _ASIDE = "unreadable-"
 _ALWAYS = (
     *("name", "output", "tracking", "checkpoint"),  # the weights do not depend on these settings
     *("launch", "trust_remote_code", "training.micro_batch_size", "evaluation.batch_size"),
+    *("adapters.gradient_checkpointing", "draft.gradient_checkpointing"),
     *("heads.tree_nodes", "draft.dspark.tree_nodes"),  # these settings are used only when the artefact is written
 )
 """Settings that may always differ, because they change only rounding or take effect even in a finished run."""

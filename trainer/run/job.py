@@ -28,7 +28,7 @@ from trainer.drafts.start import initial_draft
 from trainer.files.folders import fingerprint_of_all
 from trainer.heads.medusa1 import MedusaObjective, check_init, start_heads, with_sharing
 from trainer.heads.medusa2 import Medusa2Objective
-from trainer.learning.objective import Objective
+from trainer.learning.objective import Objective, checkpoint_layers
 from trainer.processes import Process, from_first
 from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.heads import MedusaRecipe
@@ -172,6 +172,8 @@ def _draft_job(recipe: DraftRecipe, device: torch.device, process: Process, begi
         objective = _distillation(recipe, target, dataset, process)
     else:
         objective = _over_states(recipe, target, dataset, process, begins)
+    if section.gradient_checkpointing:
+        checkpoint_layers(objective.module.draft)
     source: BatchSource = Offline(dataset.examples, training.batch_size, training.seed)
     if section.policy.generates:
         copied = objective.decoding_copy
