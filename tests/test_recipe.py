@@ -35,7 +35,11 @@ def write(tmp_path: Path, content: Any) -> Path:
         (MEDUSA, {"traget": "x"}, "unknown key 'traget'; did you mean 'target'?"),
         (MEDUSA, {"draft": {}}, "'draft' is for recipes of kind draft, but this is a medusa recipe: omit this key"),
         (DRAFT, {"draft": {"polisy": {}}}, "unknown key 'draft.polisy'; did you mean 'policy'?"),
-        (DRAFT, {"draft": {"zzzz": 1}}, "'draft.zzzz'; valid keys are dspark, eagle3, gradient_checkpointing, init, loss, num_draft_tokens"),
+        (
+            DRAFT,
+            {"draft": {"zzzz": 1}},
+            "'draft.zzzz'; valid keys are dspark, eagle3, gradient_checkpointing, init, loss, num_draft_tokens",
+        ),
         (MEDUSA, {"dtype": "float16"}, "dtype: Input should be 'fast', 'bf16', 'fp16' or 'fp32'"),
         (MEDUSA, {"training": {"steps": 0}}, "training.steps: "),
         (

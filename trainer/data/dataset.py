@@ -126,12 +126,15 @@ def load_dataset(
 
 
 def load_splits(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], answers: bool
 ) -> tuple[Dataset, Dataset]:
-    """Load the training data and the held-out data (never packed), as in `load_dataset`. Every process calls this."""
-    heldout = load_heldout_data(section, tokenizer, ends)
+    """Load the training data and the held-out data (never packed), as in `load_dataset`. Every process calls this.
+
+    If no answer in the training data is trained (``answers`` is False), rows without answers suffice.
+    """
+    heldout, load = load_heldout_data(section, tokenizer, ends), load_dataset if answers else _load_decoded
     # Every process waits here, because one process per machine may have to tokenize the data.
-    return agreed(lambda: load_dataset(section.train, section, tokenizer, ends), patient=True), heldout
+    return agreed(lambda: load(section.train, section, tokenizer, ends), patient=True), heldout
 
 
 def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> Dataset:
@@ -141,22 +144,37 @@ def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase, 
     """
     apart = section.model_copy(update={"split": section.heldout_split, "packing": False})
     try:
-        return load_dataset(section.heldout, apart, tokenizer, ends)
+        return _load_decoded(section.heldout, apart, tokenizer, ends)
+    except UserError as error:
+        raise UserError(f"data.heldout: {error}") from error
+
+
+def _load_decoded(
+    path: str, section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()
+) -> Dataset:
+    """Load rows with answers, or prompts without answers. Other rows are rejected as if answers were needed."""
+    try:
+        return load_dataset(path, section, tokenizer, ends)
     except UserError as error:
         try:
-            return _load_prompts(section.heldout, apart, tokenizer)
+            prompts = _load_prompts(path, section, tokenizer)
         except UserError:
-            raise UserError(f"data.heldout: {error}") from error
+            raise error from None
+    if not prompts.examples:
+        raise UserError(f"{path}: no prompt has less than {section.max_length} tokens: raise data.max_length")
+    return prompts
 
 
 def _load_prompts(path: str, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """Load a source of prompts without answers; raise UserError if any row has an answer or is not a prompt."""
     source, encoder = open_source(path, section), TranscriptEncoder(section, tokenizer)
-    prompts = [encoder.encode_opening(row, section) for row in islice(source.read(), section.max_rows)]
+    encoded = [encoder.encode_opening(row, section) for row in islice(source.read(), section.max_rows)]
+    prompts = [prompt for prompt in encoded if len(prompt.tokens) < section.max_length]
     account = Account(
-        Counter({"prompts": len(prompts)}), sequences=len(prompts), tokens=sum(len(e.tokens) for e in prompts)
+        Counter({"prompts": len(encoded)}), sequences=len(prompts), tokens=sum(len(e.tokens) for e in prompts)
     )
-    if not prompts:
+    account.skipped = len(encoded) - len(prompts)
+    if not encoded:
         raise UserError(f"{path} contains no prompts: use a file with one prompt per line")
     return Dataset(prompts, prompts, path, source.sha256, account, section.max_length, False, source.commit)
 

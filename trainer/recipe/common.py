@@ -236,6 +236,11 @@ class CommonRecipe(Section):
         """The key and the path of the folder for stored features or logits; None if nothing is stored."""
         return None
 
+    @property
+    def reads_answers(self) -> bool:
+        """True if answers in the training data are trained."""
+        return True
+
     def without_store(self) -> Self:
         """Return the recipe without `store`, so that its target runs at every step."""
         return self

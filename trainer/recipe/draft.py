@@ -50,9 +50,9 @@ class InitSection(Section):
 class PolicySection(Section):
     """Relative shares of the three sources of answers in each step.
 
-    Prompts always come from the data. ``offline``: answers in the data · ``target``: new answers by the target ·
-    ``loop``: new answers that target and draft write together in the speculative loop; ``loop_trains`` selects which of
-    their tokens are trained (Draft-OPD, 2605.29343).
+    Prompts always come from the data, which needs no answers if ``offline`` is 0. ``offline``: answers in the data ·
+    ``target``: new answers by the target · ``loop``: new answers that target and draft write together in the
+    speculative loop; ``loop_trains`` selects which of their tokens are trained (Draft-OPD, 2605.29343).
     """
 
     offline: Weight = 0.0
@@ -283,6 +283,10 @@ class DraftRecipe(CommonRecipe):
             return "features.folder", self.features.folder
         teacher = self.draft.teacher
         return None if teacher is None else ("draft.teacher.folder", teacher.folder)
+
+    @property
+    def reads_answers(self) -> bool:
+        return self.draft.policy.offline > 0
 
     def without_store(self) -> Self:
         draft = self.draft.model_copy(update={"teacher": None})

@@ -52,7 +52,9 @@ def most_frequent_trained(
     always = sorted(token for token in ends if token < known)
     if count < len(always):
         raise UserError(f"{setting} is {count}: set it above {len(always)}, the number of tokens that end a text")
-    texts = (predicted[predicted < known].tolist() for predicted in map(Example.predicted, examples))
+    texts = [predicted[predicted < known].tolist() for predicted in map(Example.predicted, examples)]
+    if not any(texts):
+        raise UserError(f"{setting} chooses tokens from answers, but the data has only prompts: leave it out")
     return most_frequent_tokens(texts, count, known, always)
 
 

@@ -71,7 +71,8 @@ def load_data(recipe: MedusaRecipe | DraftRecipe) -> tuple[PreTrainedTokenizerBa
             f"data.max_length={positions} or less"
         )
     tokenizer = load_tokenizer(name, trusted)
-    dataset, heldout = load_splits(recipe.data, tokenizer, eos_token_ids(name, tokenizer, trusted))
+    ends = eos_token_ids(name, tokenizer, trusted)
+    dataset, heldout = load_splits(recipe.data, tokenizer, ends, recipe.reads_answers)
     if evaluation.prompts:
         longest = (positions or 1 << 30) - evaluation.max_new_tokens
         heldout_prompts(heldout.firsts, evaluation.prompts, evaluation.prompt_tokens, longest)
