@@ -21,8 +21,8 @@ from rich.table import Table
 from trainer.cli import app
 
 BOUNDS = {
-    "product": 27_150,
-    "tests": 28_050,
+    "product": 27_200,
+    "tests": 28_150,
     "benchmarks and scripts": 4_100,
     "words of README and docs": 26_000,
     "commands": 15,

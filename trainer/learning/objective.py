@@ -43,10 +43,8 @@ def checkpoint_layers(model: nn.Module) -> None:
     if not layers:
         raise UserError(f"layers of {type(model).__name__} cannot run again: set gradient_checkpointing=false")
     for layer in layers:  # as transformers does, which knows only its own models
-        layer.gradient_checkpointing, layer._gradient_checkpointing_func = (
-            True,
-            partial(checkpoint, use_reentrant=False),
-        )
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
 
 class TermSums(NamedTuple):
