@@ -11,23 +11,13 @@ from typer.testing import CliRunner
 
 from trainer.cli import app
 
+ITS_OWN_TEXTS = {"loop": 1, "loop_trains": "all", "max_new_tokens": 8, "every": 2}
+DSPARK, EAGLE3 = {"block_size": 3, "mask_token": "<user>"}, {"steps": 3, "taps": [0]}
 CASES: dict[str, dict[str, Any]] = {
     "medusa": {"features": {"folder": "features"}},
     "draft": {"draft": {"policy": {"loop": 1, "max_new_tokens": 8, "every": 2}}},
-    "dspark": {
-        "kind": "draft",
-        "draft": {
-            "policy": {"loop": 1, "loop_trains": "all", "max_new_tokens": 8, "every": 2},
-            "dspark": {"block_size": 3, "mask_token": "<user>"},
-        },
-    },
-    "eagle3": {
-        "kind": "draft",
-        "draft": {
-            "policy": {"loop": 1, "loop_trains": "all", "max_new_tokens": 8, "every": 2},
-            "eagle3": {"steps": 3, "taps": [0]},
-        },
-    },
+    "dspark": {"kind": "draft", "draft": {"policy": ITS_OWN_TEXTS, "dspark": DSPARK}},
+    "eagle3": {"kind": "draft", "draft": {"policy": ITS_OWN_TEXTS, "eagle3": EAGLE3}},
 }
 
 
