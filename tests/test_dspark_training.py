@@ -77,7 +77,11 @@ def test_masked_attention_has_a_fused_kernel_and_states_are_not_widened(monkeypa
     calls, read, attention = list[Any](), list[torch.dtype](), functional.scaled_dot_product_attention
     objective = objective_for(tiny_model("llama").bfloat16())
     inputs = objective.inputs(collate(TEXTS), 0)
-    noted = lambda *args, **named: (calls.append(named), attention(*args, **named))[1]  # noqa: E731
+
+    def noted(*args: Any, **named: Any) -> Tensor:
+        calls.append(named)
+        return attention(*args, **named)
+
     monkeypatch.setattr(functional, "scaled_dot_product_attention", noted)
     objective.module.draft.fc.register_forward_pre_hook(lambda _, args: read.append(args[0].dtype))
     with torch.autocast("cpu", torch.bfloat16):

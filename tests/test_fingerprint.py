@@ -48,8 +48,12 @@ def test_the_weights_of_a_large_folder_are_hashed_once_until_a_file_changes(
     monkeypatch.setattr(fingerprints, "_LARGE", 1)
     tiny_model().save_pretrained(tmp_path / "one")
     read, tensors = list[Path](), fingerprints.files_of_tensors
-    monkeypatch.setattr(fingerprints, "files_of_tensors", lambda folder: (read.append(folder), tensors(folder))[1])
 
+    def files_of_tensors(folder: Path) -> dict[str, Path]:
+        read.append(folder)
+        return tensors(folder)
+
+    monkeypatch.setattr(fingerprints, "files_of_tensors", files_of_tensors)
     # A new process has no cache in memory.
     monkeypatch.setattr(fingerprints, "_stored_fingerprint", fingerprints._stored_fingerprint.__wrapped__)
     first = stored_fingerprint(tmp_path / "one")

@@ -218,8 +218,11 @@ def test_weights_that_a_step_made_infinite_are_not_saved(tmp_path: Path) -> None
 
 def test_an_infinite_gradient_of_a_finite_loss_stops_the_run_before_it_is_applied(tmp_path: Path) -> None:
     objective = ToyObjective()
-    steep = lambda module, args, output: (output.register_hook(lambda gradient: gradient * torch.inf), None)[1]  # noqa: E731
-    objective.module.middle.register_forward_hook(steep)
+
+    def steepen(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: gradient * torch.inf)
+
+    objective.module.middle.register_forward_hook(steepen)
     before = weights(objective.module)
     message = r"the gradient's norm is (inf|nan) at step 1; there is no earlier checkpoint\. To resume, lower"
     with pytest.raises(ValueError, match=message):
