@@ -248,7 +248,8 @@ def _write(
 def _save(thread: ThreadPoolExecutor, parts: Parts, progress: Progress) -> Future[None]:
     """Gather the state from all processes, and begin to write it in a thread of the first process.
 
-    Training waits only for the copy. Raises UserError on all processes if the state is not finite.
+    Training waits for the copy and for the check of the values, but not for the disk. Raises UserError on all processes
+    if the state is not finite.
     """
     objective, runner, optimizers, _, accelerator, checkpoints = parts
     main = accelerator.is_main_process
