@@ -74,11 +74,8 @@ def _stored_fingerprint(folder: Path, trust_remote_code: bool, files: tuple[tupl
     The fingerprint of a large folder is kept on disk, because each start of a run would hash the weights again.
     """
     computed_by = transformers.__version__, Path(__file__).read_bytes()
-    kept = (
-        cache_root()
-        / "fingerprints"
-        / values_fingerprint([str(folder.resolve()), trust_remote_code, files, computed_by])
-    )
+    key = values_fingerprint([str(folder.resolve()), trust_remote_code, files, computed_by])
+    kept = cache_root() / "fingerprints" / key
     # The base model of adapters may change without a change in their folder.
     large = sum(size for _, size, *_ in files) >= _LARGE and adapted_model(folder) is None
     with suppress(OSError, ValueError):  # an entry that cannot be read is written again
@@ -120,9 +117,8 @@ def _described(folder: Path, trust_remote_code: bool) -> Any:
         own = {key: _sorted(value) for key, value in config.items() if key not in _ADAPTERS_SAY_NOTHING}
         return {"adapters": own, "base": stored_fingerprint(str(adapted_model(folder)), trust_remote_code)}
     config = json.loads((folder / CONFIG_NAME).read_text())
-    if (
-        "model_type" in config or trust_remote_code
-    ):  # in speculators' layout, a draft's model type is in a nested object
+    # In speculators' layout, a draft's model type is in a nested object.
+    if "model_type" in config or trust_remote_code:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code).to_dict()
     behaviour = _behaviour(config)
     if OUTPUT_TOKENS_KEY in config and (listed := folder / OUTPUT_TOKENS_NAME).is_file():
