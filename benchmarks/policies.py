@@ -92,13 +92,13 @@ def measure(
         rounds = list(
             zip_longest(*(engines[key].steps(group, config, batch_size=len(group), seeds=seeds) for key in order))
         )
-        together = next((number for number, each in enumerate(rounds) if None in each), len(rounds))
+        together = next((number for number, steps in enumerate(rounds) if None in steps), len(rounds))
         for key, decoded in zip(order, zip(*rounds, strict=True), strict=True):
             own = [(step[1], number < together) for number, step in enumerate(decoded) if step is not None]
-            for share, of_rows in groupby(own, lambda each: each[0].total_seconds):
-                each = [(step, crowded) for step, crowded in of_rows if not step.is_prefill]  # all rows of one step
-                if each and turn:
-                    rows, crowded = [step for step, _ in each], all(crowded for _, crowded in each)
+            for share, of_rows in groupby(own, lambda row: row[0].total_seconds):
+                decoding = [(step, crowded) for step, crowded in of_rows if not step.is_prefill]  # rows of one step
+                if decoding and turn:
+                    rows, crowded = [step for step, _ in decoding], all(crowded for _, crowded in decoding)
                     kind = len(rows), max(step.drafted for step in rows)
                     (seconds if crowded else alone)[key[0], *kind].append(share * len(rows))
                     kinds[key][kind] += 1

@@ -36,17 +36,9 @@ def section_of(
     vocabulary: int | None = None,
     **dspark: Any,
 ) -> DraftSection:
-    settings = {
-        "layers": 1,
-        "block_size": 4,
-        "markov_rank": 3,
-        "anchors": 3,
-        "mask_token": MASK,
-        "tree_nodes": 5,
-        **dspark,
-    }
+    sizes = {"layers": 1, "block_size": 4, "markov_rank": 3, "anchors": 3, "mask_token": MASK, "tree_nodes": 5}
     return DraftSection.model_validate(
-        {"loss": loss or {"forward_kl": 1.0}, "init": init or {}, "vocabulary": vocabulary, "dspark": settings}
+        {"loss": loss or {"forward_kl": 1.0}, "init": init or {}, "vocabulary": vocabulary, "dspark": sizes | dspark}
     )
 
 

@@ -14,10 +14,7 @@ from trainer.target.loading import OnlineTarget
 
 
 def eagle3_section(
-    loss: dict[str, float] | None = None,
-    init: dict[str, Any] | None = None,
-    vocabulary: int | None = None,
-    **eagle3: Any,
+    loss: dict[str, float] | None = None, init: Any = None, vocabulary: int | None = None, **eagle3: Any
 ) -> DraftSection:
     settings = {"steps": 4, "anchors": 3, "taps": (0,), **eagle3}
     return DraftSection.model_validate(

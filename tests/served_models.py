@@ -115,7 +115,7 @@ class Desk:
         _fit(draft.requires_grad_(True).parameters(), loss, steps=60)
         if writes is not None:
             whole, draft = draft, tiny_dflash(target, TOKENS, writes=writes, intermediate_size=96)
-            draft.load_state_dict(whole.state_dict(), strict=False)
+            draft.load_state_dict({**draft.state_dict(), **whole.state_dict()})
             draft.write_only(writes, lm_head.weight.detach())
         draft.save_pretrained(self.folder / name)
         return self.folder / name

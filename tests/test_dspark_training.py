@@ -4,11 +4,13 @@ and only labels are trained.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from dspark_training import TEXTS, TURNS, objective_for, reference_terms
+from eagle3_training import eagle3_for
 from tiny_dspark import logits_after, tiny_dspark
 from tiny_models import counting_model, tiny_model
 from torch import Tensor
@@ -72,17 +74,26 @@ def test_losses_and_gradients_are_those_of_one_plain_forward_for_each_anchor(
         assert (ours[name] - gradient).abs().max() <= 2e-5 * gradient.abs().max(), name
 
 
-def test_masked_attention_has_a_fused_kernel_and_states_are_not_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs sdpa's own grouping with a mask keeps all scores in fp32; autocast itself casts what a layer reads."""
+@pytest.mark.parametrize("make", [partial(objective_for, layers=2), eagle3_for])
+def test_masked_attention_avoids_sdpas_grouping_and_makes_no_needless_copies(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autocast itself casts what a layer reads, and all layers share one copy of a mask."""
     calls, read, attention = list[Any](), list[torch.dtype](), functional.scaled_dot_product_attention
-    objective = objective_for(tiny_model("llama").bfloat16())
+    objective = make(tiny_model("llama").bfloat16())
     inputs = objective.inputs(collate(TEXTS), 0)
-    noted = lambda *args, **named: (calls.append(named), attention(*args, **named))[1]  # noqa: E731
+
+    def noted(*args: Any, **named: Any) -> Tensor:
+        calls.append(named)
+        return attention(*args, **named)
+
     monkeypatch.setattr(functional, "scaled_dot_product_attention", noted)
     objective.module.draft.fc.register_forward_pre_hook(lambda _, args: read.append(args[0].dtype))
     with torch.autocast("cpu", torch.bfloat16):
         objective.module(*inputs)
-    assert calls and not any(call.get("enable_gqa") for call in calls) and read == [torch.bfloat16]
+    masked = [call for call in calls if call.get("attn_mask") is not None]
+    assert masked and not any(call.get("enable_gqa") for call in masked) and read == [torch.bfloat16]
+    assert make is eagle3_for or len({id(call["attn_mask"]) for call in masked}) == 1 < len(masked)
 
 
 def test_no_block_sees_another_nor_a_text_beside_its_own() -> None:

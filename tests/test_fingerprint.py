@@ -48,8 +48,12 @@ def test_the_weights_of_a_large_folder_are_hashed_once_until_a_file_changes(
     monkeypatch.setattr(fingerprints, "_LARGE", 1)
     tiny_model().save_pretrained(tmp_path / "one")
     read, tensors = list[Path](), fingerprints.files_of_tensors
-    monkeypatch.setattr(fingerprints, "files_of_tensors", lambda folder: (read.append(folder), tensors(folder))[1])
 
+    def files_of_tensors(folder: Path) -> dict[str, Path]:
+        read.append(folder)
+        return tensors(folder)
+
+    monkeypatch.setattr(fingerprints, "files_of_tensors", files_of_tensors)
     # A new process has no cache in memory.
     monkeypatch.setattr(fingerprints, "_stored_fingerprint", fingerprints._stored_fingerprint.__wrapped__)
     first = stored_fingerprint(tmp_path / "one")
@@ -61,6 +65,14 @@ def test_the_weights_of_a_large_folder_are_hashed_once_until_a_file_changes(
     assert len(read) == 4
     _flip_last_bit(tmp_path / "one")
     assert stored_fingerprint(tmp_path / "one") != first and len(read) == 5
+    inner = tmp_path / "one" / "inner"
+    inner.mkdir()
+    weights = (tmp_path / "one" / "model.safetensors").rename(inner / "model.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(weights), "inner/model.safetensors")}
+    (tmp_path / "one" / "model.safetensors.index.json").write_text(json.dumps(index))
+    before = stored_fingerprint(tmp_path / "one")
+    _flip_last_bit(inner)
+    assert stored_fingerprint(tmp_path / "one") != before
 
 
 def test_a_fingerprint_changes_with_one_bit_of_a_weight_its_dtype_its_name_and_the_config(tmp_path: Path) -> None:
@@ -113,7 +125,12 @@ def test_heads_with_another_tree_are_other_heads(tmp_path: Path) -> None:
     assert stored_fingerprint(tmp_path / "heads") not in (before, planned)
 
 
-def test_adapters_are_known_by_their_weights_and_by_the_base_they_belong_to(tmp_path: Path) -> None:
+def test_adapters_are_known_by_their_weights_and_by_the_base_they_belong_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fingerprints, "_LARGE", 1)
+
     def adapters(name: str, base: str, seed: int) -> str:
         base_model = tiny_model()
         torch.manual_seed(seed)
@@ -128,6 +145,7 @@ def test_adapters_are_known_by_their_weights_and_by_the_base_they_belong_to(tmp_
     one = adapters("one", "base", 0)
     assert adapters("same", "copy of it", 0) == one, "the base's weights count, not where they lie"
     assert len({one, adapters("other base", "another", 0), adapters("other weights", "base", 1)}) == 3
+    assert len(list((tmp_path / "cache" / "fingerprints").iterdir())) == 3, "only the fingerprints of bases are kept"
 
 
 def test_tokenizers_and_prompts_are_known_by_what_they_make_of_a_text(tmp_path: Path) -> None:

@@ -48,24 +48,7 @@ def plain_greedy(prompt: tuple[int, ...], count: int = 14, penalty: float = 1.0)
 class Letters:
     """A byte-level decoder in which some tokens are several letters, and some are one byte of a letter."""
 
-    TOKENS = (
-        b"a",
-        b"b",
-        b"c",
-        b"d",
-        b"ab",
-        b"cd",
-        b" ",
-        b"\n",
-        b"\xc3",
-        b"\xa9",
-        b"\xe2",
-        b"\x82",
-        b"\xac",
-        b"e",
-        b".",
-        b"xyz",
-    )
+    TOKENS = b"a|b|c|d|ab|cd| |\n|\xc3|\xa9|\xe2|\x82|\xac|e|.|xyz".split(b"|")
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return b"".join(self.TOKENS[token] for token in token_ids).decode("utf-8", errors="replace")

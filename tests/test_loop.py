@@ -5,12 +5,14 @@ import math
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import distilling
 import pytest
+import tiny_training
 import torch
 from safetensors.torch import load_file
 from tiny_models import tiny_model
@@ -26,7 +28,7 @@ from trainer.learning.objective import Objective
 from trainer.recipe.common import TrainingSection
 from trainer.recipe.heads import HeadsSection
 from trainer.run import train
-from trainer.run.checkpoint import Progress, bound
+from trainer.run.checkpoint import Best, Checkpoints, Progress, bound
 from trainer.run.distributed import PREFIX
 from trainer.run.loop import Interrupted, learning_rate_at
 from trainer.run.train import _check_one_job
@@ -142,23 +144,44 @@ def test_a_nan_loss_stops_the_run_names_the_step_and_is_not_applied(tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
-def test_any_error_of_a_hook_ends_the_run_with_its_state_saved(tmp_path: Path) -> None:
-    class _OfAnotherLibraryError(Exception):
-        pass
-
-    def fail() -> None:
-        raise _OfAnotherLibraryError
-
-    recorder = Recorder()
-    recorder.actions[3] = fail
-    with pytest.raises(_OfAnotherLibraryError):
-        train_toy(tmp_path, ToyObjective(), recorder)
-    assert (tmp_path / "step-00000003").exists()
+class _OfAnotherLibraryError(Exception):
+    pass
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_learns_if_that_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def fail() -> None:
+    raise _OfAnotherLibraryError
+
+
+@pytest.mark.parametrize(
+    ("at_step_3", "unwritten", "written", "error"),
+    [
+        (fail, "", "23", "^$"),
+        (interrupt, "2", "3", "of step 2 could not"),
+        (interrupt, "3", "2", "of step 3 could not"),
+        (interrupt, "23", "", "of step 3 could not be written.* of step 2 could not"),
+        (fail, "2", "3", "^$"),
+        (fail, "3", "2", "of step 3 could not be written.*AnotherLibraryError"),
+        (int, "6", "24", "of step 6 could not"),
+    ],
+)
+def test_an_error_of_a_hook_or_a_write_ends_the_run_with_its_state_saved_and_is_not_lost(
+    at_step_3: Any, unwritten: str, written: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    recorder, write = Recorder(), trainer.run.checkpoint.write_folder
+    recorder.actions[3] = at_step_3
+
+    def save(folder: Path, *args: Any, **named: Any) -> None:
+        if folder.name[-1] in unwritten:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(folder, *args, **named)
+
+    monkeypatch.setattr(trainer.run.checkpoint, "write_folder", save)
+    with pytest.raises((OSError, _OfAnotherLibraryError), match=error):
+        train_toy(tmp_path, ToyObjective(), recorder)
+    assert sorted(path.name[-1] for path in tmp_path.iterdir()) == list(written)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, next_step_is_done = Recorder(), threading.Event()
     recorder.actions[3] = next_step_is_done.set
 
@@ -169,7 +192,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_learns_if_that_faile
     monkeypatch.setattr(trainer.run.checkpoint, "write_folder", save)
     with pytest.raises(OSError, match="of step 2 could not be written"):
         train_toy(tmp_path, ToyObjective(), recorder)
-    assert max(recorder.figures) in (3, 4), "the run ends before it writes the next checkpoint"
+    assert max(recorder.figures) in (3, 4, 5), "the run ends after the next step"
 
 
 def test_weights_that_a_step_made_infinite_are_not_saved(tmp_path: Path) -> None:
@@ -195,8 +218,11 @@ def test_weights_that_a_step_made_infinite_are_not_saved(tmp_path: Path) -> None
 
 def test_an_infinite_gradient_of_a_finite_loss_stops_the_run_before_it_is_applied(tmp_path: Path) -> None:
     objective = ToyObjective()
-    steep = lambda module, args, output: (output.register_hook(lambda gradient: gradient * torch.inf), None)[1]  # noqa: E731
-    objective.module.middle.register_forward_hook(steep)
+
+    def steepen(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: gradient * torch.inf)
+
+    objective.module.middle.register_forward_hook(steepen)
     before = weights(objective.module)
     message = r"the gradient's norm is (inf|nan) at step 1; there is no earlier checkpoint\. To resume, lower"
     with pytest.raises(ValueError, match=message):
@@ -267,7 +293,8 @@ class AtOnce(nullcontext["AtOnce"]):
         super().__init__(self)
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Any:
-        return SimpleNamespace(result=lambda: work(*args), done=lambda: False)
+        result = cache(partial(work, *args))
+        return SimpleNamespace(result=result, exception=lambda: result() and None, done=lambda: False)
 
     def shutdown(self, cancel_futures: bool) -> None:
         pass
@@ -294,6 +321,25 @@ def test_a_run_is_the_same_to_the_bit_whether_anything_is_prepared_ahead(
     train_toy(tmp_path / "b", KINDS[kind](), stopped, micro_batch_size=2, steps=4)
     train_toy(tmp_path / "c", KINDS[kind](), at_once, micro_batch_size=2, steps=4)
     assert ahead.figures == at_once.figures == stopped.figures and len(ahead.figures) == 4
+
+
+def test_a_checkpoint_holds_the_state_of_its_step_however_late_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped, recorder, checkpoints = Recorder(), Recorder(), Checkpoints(tmp_path / "b", 9, {})
+    stopped.actions[2] = interrupt
+    with pytest.raises(Interrupted):
+        train_toy(tmp_path / "a", ToyObjective(), stopped)
+    monkeypatch.setattr(tiny_training, "Checkpoints", lambda *args, **named: checkpoints)
+    monkeypatch.setattr("trainer.run.loop.ThreadPoolExecutor", AtOnce)  # step 2 is written after step 4
+    for step in range(7):
+        best = Best(Progress(step, 0), 0.0, {"step": torch.tensor(step)})
+        recorder.actions[step] = partial(setattr, checkpoints, "best", best)
+    train_toy(tmp_path / "b", ToyObjective(), recorder)
+    for name in ("weights", "optimizer"):
+        at_once, late = (load_file(tmp_path / run / "step-00000002" / f"{name}.safetensors") for run in "ab")
+        assert at_once.keys() == late.keys() and all(torch.equal(at_once[key], late[key]) for key in late)
+    assert load_file(tmp_path / "b" / "step-00000002" / "best.safetensors")["step"] == 2
 
 
 class Diary(ToyObjective):

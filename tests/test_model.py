@@ -244,15 +244,8 @@ def test_the_global_generator_repeats_a_sampled_text_and_a_seed_goes_before_it(
     fixed = HeadstartModel(target, drafters["draft"], "fixed")
 
     def sample(model: HeadstartModel = fixed, **options: Any) -> list[list[int]]:
-        sequences: list[list[int]] = model.generate(
-            PADDED,
-            attention_mask=MASK,
-            do_sample=True,
-            temperature=3.0,
-            max_new_tokens=12,
-            eos_token_id=None,
-            **options,
-        ).tolist()
+        drawn: dict[str, Any] = {"do_sample": True, "temperature": 3.0, "max_new_tokens": 12, "eos_token_id": None}
+        sequences: list[list[int]] = model.generate(PADDED, attention_mask=MASK, **drawn, **options).tolist()
         return sequences
 
     torch.manual_seed(5)

@@ -16,23 +16,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.speculation import speculate
 from decoding.text import StopCheck, decode_text, stream_pieces
 
-STRINGS = [
-    "a",
-    " a",
-    "b c",
-    "\u00e9",
-    " \u00e9",
-    "hell",
-    "\nb",
-    "ll ",
-    "  ",
-    "cab",
-    "\u00e9c",
-    "<|end|>",
-    "> a",
-    "a<|",
-    "\n",
-]
+STRINGS = ["a", " a", "b c", "é", " é", "hell", "\nb", "ll ", "  ", "cab", "éc", "<|end|>", "> a", "a<|", "\n"]
 
 
 def end_of(tokenizer: PreTrainedTokenizerFast, prompt: Sequence[int], new: Sequence[int], strings: list[str]) -> int:

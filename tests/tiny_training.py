@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -169,6 +170,15 @@ def toy_examples(count: int = 12, vocab: int = 16) -> list[Example]:
 def interrupt() -> None:
     """Ask this process to stop, as a scheduler would."""
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def await_file(path: Path) -> None:
+    """Wait until a file or folder, which another thread or process writes, exists."""
+    for _ in range(6000):
+        if path.exists():
+            return
+        time.sleep(0.01)
+    raise TimeoutError(f"{path} was not written within a minute")
 
 
 class Recorder:

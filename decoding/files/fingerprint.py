@@ -29,7 +29,7 @@ TOKENIZER_PROBE = "def speculate(prompt):\n    return 'Zoë said: 3 + 4 = 7'  "
 
 _DIGITS = 16
 _LARGE = 10**9
-"""Bytes of a folder whose fingerprint is kept on disk."""
+"""The smallest size in bytes of a folder whose fingerprint is kept on disk."""
 _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "auto_map", "use_cache")
 """Config keys that record a model's origin or how the model runs. These keys do not change the model's outputs."""
 _ADAPTERS_SAY_NOTHING = ("base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping")
@@ -55,12 +55,14 @@ def stored_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str
 
     The hash covers the config and every tensor's name, shape, stored dtype and bytes. It also covers the tree of heads,
     because their figures depend on the tree, and the base model of adapters. Files are read in pieces at about a second
-    per GB, and only once unless they change (once per process for adapters and for less than a GB).
+    per GB, and only once unless they change (once per process for adapters and for less than a GB). A change that
+    leaves all sizes and times of files as they are is not noticed.
 
     Raises UserError if the model does not exist or one of its files cannot be read.
     """
     folder = local_folder(name)
-    states = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    paths = sorted({*folder.iterdir(), *folder.rglob("*.safetensors")})  # an index may name weights in subfolders
+    states = [(str(path.relative_to(folder)), path.stat()) for path in paths if path.is_file()]
     files = tuple((file, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for file, state in states)
     return _stored_fingerprint(folder, trust_remote_code, files)
 
@@ -71,13 +73,11 @@ def _stored_fingerprint(folder: Path, trust_remote_code: bool, files: tuple[tupl
 
     The fingerprint of a large folder is kept on disk, because each start of a run would hash the weights again.
     """
-    computed_by = transformers.__version__, Path(__file__).read_text()
-    kept = (
-        cache_root()
-        / "fingerprints"
-        / values_fingerprint([str(folder.resolve()), trust_remote_code, files, computed_by])
-    )
-    large = sum(size for _, size, *_ in files) >= _LARGE and adapted_model(folder) is None  # whose base may change
+    computed_by = transformers.__version__, Path(__file__).read_bytes()
+    key = values_fingerprint([str(folder.resolve()), trust_remote_code, files, computed_by])
+    kept = cache_root() / "fingerprints" / key
+    # The base model of adapters may change without a change in their folder.
+    large = sum(size for _, size, *_ in files) >= _LARGE and adapted_model(folder) is None
     with suppress(OSError, ValueError):  # an entry that cannot be read is written again
         if large and re.fullmatch(f"[0-9a-f]{{{_DIGITS}}}", known := kept.read_text()):
             return known
@@ -117,9 +117,8 @@ def _described(folder: Path, trust_remote_code: bool) -> Any:
         own = {key: _sorted(value) for key, value in config.items() if key not in _ADAPTERS_SAY_NOTHING}
         return {"adapters": own, "base": stored_fingerprint(str(adapted_model(folder)), trust_remote_code)}
     config = json.loads((folder / CONFIG_NAME).read_text())
-    if (
-        "model_type" in config or trust_remote_code
-    ):  # in speculators' layout, a draft's model type is in a nested object
+    # In speculators' layout, a draft's model type is in a nested object.
+    if "model_type" in config or trust_remote_code:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code).to_dict()
     behaviour = _behaviour(config)
     if OUTPUT_TOKENS_KEY in config and (listed := folder / OUTPUT_TOKENS_NAME).is_file():

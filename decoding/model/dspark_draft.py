@@ -38,7 +38,7 @@ from decoding.files.stored import (
 )
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_config import REMEDY, DSparkConfig, Sight, read_dspark_config
-from decoding.model.forward import OutputLayer, attend, unscaled_embeddings
+from decoding.model.forward import OutputLayer, attend, one_copy_of_masks, unscaled_embeddings
 from decoding.model.markov import BlockBias, GatedBias, MarkovBias, RecurrentBias
 from decoding.model.vocabulary import check_d2t, d2t_of, tokens_of
 
@@ -190,6 +190,7 @@ class DSparkDraft(nn.Module):
         read, rotary = self.hidden_norm(self.fc(cast)), self.rotary(positions)
         return [layer.self_attn.keys_values(read, rotary) for layer in self.layers]  # type: ignore[union-attr, operator]
 
+    @one_copy_of_masks()
     def forward(
         self,
         embedded: Float[Tensor, "batch slots hidden"],

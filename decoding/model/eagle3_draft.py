@@ -140,7 +140,10 @@ class Eagle3Draft(nn.Module):
         """Map the target's states after the layers that the draft reads, concatenated, to the vector that enters the
         draft.
         """
-        states = states.to(self.fc.weight)
+        # As in `DSparkDraft.text_keys`; but norms would round what they return to the dtype that they read.
+        normed = self.input_norm is not None or len(self.fc_norm) > 0
+        if normed or not torch.is_autocast_enabled(states.device.type):
+            states = states.to(self.fc.weight)
         if self.input_norm is not None:
             states = self.input_norm(states)
         if len(self.fc_norm):

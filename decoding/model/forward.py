@@ -298,12 +298,21 @@ def copy_free_attention(model: PreTrainedModel) -> Iterator[None]:
     if not model._supports_attention_backend or model.config._attn_implementation != "sdpa":
         yield
         return
-    laid_out = _LAID_OUT.set({})
     try:
         model.config._attn_implementation = _GROUPED
-        yield
+        with one_copy_of_masks():
+            yield
     finally:
         model.config._attn_implementation = "sdpa"
+
+
+@contextmanager
+def one_copy_of_masks() -> Iterator[None]:
+    """Let layers that share a mask also share its copy for all heads of a group, inside the context."""
+    laid_out = _LAID_OUT.set({})
+    try:
+        yield
+    finally:
         _LAID_OUT.reset(laid_out)
 
 
@@ -342,10 +351,11 @@ def attend(
 ) -> Tensor:
     """Attend in a draft's layer, with shapes as in `grouped_attention`; ``is_causal`` counts only without a mask.
 
-    With a mask, sdpa's own grouping (``enable_gqa``) has no fused kernel on GPUs: it would keep all scores in fp32.
+    A mask is copied for all heads of a group: by its source, torch has no fused kernel for ``enable_gqa`` with a mask.
     """
     if mask is not None:
-        return grouped_attention(module, query, key, value, mask.expand(-1, -1, query.shape[2], -1))[0]
+        wide = mask if mask.shape[2] == query.shape[2] else mask.expand(-1, -1, query.shape[2], -1)
+        return grouped_attention(module, query, key, value, wide)[0]
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=grouped).transpose(1, 2)
 
@@ -353,7 +363,7 @@ def attend(
 def _for_each_head(mask: Tensor, shared: int) -> Tensor:
     """Repeat a mask (rows, 1, queries, keys) for a group's ``shared`` query heads, (rows, 1, all queries, keys).
 
-    Inside `copy_free_attention` this happens once per pass.
+    Inside `one_copy_of_masks` this happens once for each mask.
     """
     known = _LAID_OUT.get()
     if known is not None and id(mask) in known:

@@ -19,7 +19,7 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # looks for a GPU without usi
 import torch
 from rich.console import Console
 from tiny_models import counting_model
-from tiny_training import recipe_content, tiny_tokenizer, write_corpus
+from tiny_training import await_file, recipe_content, tiny_tokenizer, write_corpus
 
 from decoding.headstart_model import HeadstartModel
 from trainer.export.exporter import export
@@ -62,7 +62,7 @@ def train(folder: Path, format: str, output: Path, killed: bool = False) -> None
     def step(self: Log, progress: Progress, *rest: Any) -> None:
         note_step(self, progress, *rest)
         if killed and progress.step == KILLED_AFTER:
-            any(iter((output / "checkpoints" / "step-00000002").exists, True))  # waits for the thread that writes it
+            await_file(output / "checkpoints" / "step-00000002")
             os.kill(os.getpid(), signal.SIGKILL)
 
     Log.step = step  # type: ignore[method-assign, assignment]

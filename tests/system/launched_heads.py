@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from tiny_models import tiny_model
-from tiny_training import Recorder, interrupt, toy_examples
+from tiny_training import Recorder, await_file, interrupt, toy_examples
 from torch import Tensor, nn
 
 import trainer.run.loop
@@ -120,7 +120,7 @@ def run(folder: Path, accelerator: Accelerator, recorder: Recorder, seed: int = 
 
 
 def kill_with(checkpoint: Path) -> None:
-    any(iter(checkpoint.exists, True))  # waits for the thread that writes it
+    await_file(checkpoint)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

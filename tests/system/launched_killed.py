@@ -11,6 +11,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from tiny_training import await_file
+
 import trainer.run.checkpoint
 from trainer.run.checkpoint import Progress
 from trainer.run.log import Log
@@ -26,8 +28,7 @@ def die() -> None:
 def die_after_step_3(self: Log, progress: Progress, figures: dict[str, float], *times: Any) -> None:
     note_step(self, progress, figures, *times)
     if progress.step == 3 and (ATTEMPT, RANK) == (0, 1):
-        # Waits for the thread of the first process that writes it.
-        any(iter((self._file.parent / "checkpoints" / "step-00000002").exists, True))
+        await_file(self._file.parent / "checkpoints" / "step-00000002")  # written by a thread of the first process
         die()
 
 

@@ -76,8 +76,9 @@ def test_two_processes_train_the_draft_as_one_does_though_two_are_killed(
     path, output = recipe(workshop, kind, "pair")
     run([*RESTARTING, path, "checkpoint.every=2", AGAIN], workshop)
     assert provenance(output)["num_processes"] == 2
-    # The second kill may come after step 5, because the checkpoint of step 4 is written during this step.
-    assert [line["step"] for line in repeated(output) if "loss" in line][:3] == [3, 3, 4]
+    # The second kill may come after step 5 or 6, because the checkpoint of step 4 is written during these steps.
+    steps = [line["step"] for line in repeated(output) if "loss" in line]
+    assert steps in ([3, 3, 4], [3, 3, 4, 5], [3, 3, 4, 5, 6])
     check_equal(output, alone)
 
 

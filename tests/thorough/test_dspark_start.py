@@ -18,6 +18,7 @@ from decoding.model.dspark_config import read_dspark_config
 from decoding.model.dspark_draft import DSparkDraft, PairedDSpark
 from decoding.model.loading import load_dspark
 from decoding.rules.best_tree import best_tree
+from trainer.data.batch import Example
 from trainer.drafts.dspark_start import initial_dspark, mask_token, spread_taps
 from trainer.drafts.dspark_training import rank_accuracies
 from trainer.drafts.start import initial_draft
@@ -157,6 +158,11 @@ def test_the_mask_may_be_named_and_must_be_where_no_token_is_free() -> None:
 def test_a_mask_that_the_data_holds_is_refused() -> None:
     with pytest.raises(ValueError, match=r"token 4 would be the draft's mask, but it occurs in the training data"):
         started(tiny_model("llama"), mask_token="a")
+
+
+def test_the_data_may_hold_tokens_without_an_output_of_the_target() -> None:
+    rows = [*TEXTS, Example((3, 20), (True, True), 0)]
+    assert initial_dspark(CausalLM(tiny_model()), tiny_tokenizer(), section_of(), rows).config.mask_token_id < 16
 
 
 # --- what a recipe may not ask for ------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ class _BegunAt(Checkpoints):
     """A substitute for a run's checkpoints: training starts at ``step`` and writes no checkpoint."""
 
     def __init__(self, job: Job, step: int) -> None:
+        super().__init__(Path(job.recipe.output), 1, {})
         self._saved = Saved(Progress(step, 0), gather_weights(job.objective.module), {}) if step else None
 
     def latest(self) -> Saved | None:

@@ -152,11 +152,6 @@ class Checkpoints:
     ``settings`` affect a step's figures but may change when a run resumes; `stretches` records them.
     """
 
-    writing: Future[None] | None = None
-    """The call of `save` that runs in a thread, if any."""
-    best: Best | None = None
-    """The best weights so far. `latest` and `read` set this attribute."""
-
     def __init__(
         self,
         folder: Path,
@@ -166,6 +161,10 @@ class Checkpoints:
         made_by: Mapping[str, Any] | None = None,
     ) -> None:
         """``made_by`` is the run's recipe and launch as JSON values, for `read_apart`."""
+        self.writing: Future[None] | None = None
+        """The call of `save` that runs in a thread, if any."""
+        self.best: Best | None = None
+        """The best weights so far. `latest` and `read` set this attribute."""
         self._folder = folder
         self._keep = keep
         self._origin = json.loads(json.dumps(dict(origin)))

@@ -107,19 +107,22 @@ def train(
             # A single process checks once more; several have already agreed on stopping, with the step's figures.
             stop = done.stop if accelerator.num_processes > 1 else bool(stop_requested() or failed)
             if stop or last or progress.step % checkpoint_every == 0:
-                on_first(writing.result)  # so that memory holds only one copy of the state
+                on_first(writing.exception)  # waits, so that memory holds only one copy of the state
+                failed = failed or writing.exception()  # raised below or after the next step, once the state is saved
                 checkpoints.writing = writing = _save(thread, parts, progress)
             if stop or last:
-                on_first(writing.result)
-                agreed(partial(_raise, failed))
+                on_first(writing.exception)
+                agreed(partial(_raise, failed, writing.exception()))
             if stop and not last:
                 code = ExitCode.STOPPED if stop_requested() == signal.SIGINT else ExitCode.TERMINATED
                 raise Interrupted(f"stopped at step {progress.step} of {section.steps}; the state is saved", code)
     return progress
 
 
-def _raise(error: BaseException | None) -> None:
-    if error is not None:
+def _raise(first: BaseException | None, unwritten: BaseException | None) -> None:
+    if first and unwritten:
+        raise OSError(f"{unwritten}. The run was ending because of {first!r}") from first
+    if error := first or unwritten:
         raise error
 
 
@@ -245,7 +248,8 @@ def _write(
 def _save(thread: ThreadPoolExecutor, parts: Parts, progress: Progress) -> Future[None]:
     """Gather the state from all processes, and begin to write it in a thread of the first process.
 
-    Training waits only for the copy. Raises UserError on all processes if the state is not finite.
+    Training waits for the copy and for the check of the values, but not for the disk. Raises UserError on all processes
+    if the state is not finite.
     """
     objective, runner, optimizers, _, accelerator, checkpoints = parts
     main = accelerator.is_main_process
