@@ -34,7 +34,8 @@ def initial_dspark(
     """
     assert section.dspark is not None, "the recipe asks for a DSpark draft"
     ends = eos_token_ids(target.model, tokenizer)
-    largest = max(int(example.tokens.max(initial=0)) for example in examples)  # may be outside the target's vocabulary
+    # The data may contain tokens outside the target's vocabulary.
+    largest = max((int(example.tokens.max(initial=0)) for example in examples), default=0)
     occurs = np.zeros(max(target.vocab_size, 1 + largest), np.bool_)
     for example in examples:  # marking is several times faster than sorting each example's tokens
         occurs[example.tokens] = True
