@@ -1,6 +1,7 @@
 """Measures how long the phases of a step take, without making the host wait for the device."""
 
 import time
+from itertools import pairwise
 
 import torch
 
@@ -41,7 +42,5 @@ class PhaseClock:
     def phases(self) -> list[float]:
         """Return the seconds of each phase. Call this after the device has finished."""
         if self._on_gpu:
-            pairs = zip(self._events, self._events[1:], strict=False)
-            return [before.elapsed_time(after) / 1000 for before, after in pairs]
-        starts = [self._begin, *self._marks]
-        return [end - begin for begin, end in zip(starts, self._marks, strict=False)]
+            return [before.elapsed_time(after) / 1000 for before, after in pairwise(self._events)]
+        return [end - begin for begin, end in pairwise([self._begin, *self._marks])]

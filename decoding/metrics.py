@@ -109,9 +109,8 @@ def resampled(tables: Sequence[Tensor], ratio: Callable[[Sequence[Tensor]], Tens
     ends = torch.tensor([-1.0, 1.0], dtype=torch.float64) * expanded_quantile(texts)
     finite = ratios[ratios.isfinite()]  # NaN if a resample contains only empty texts
     low, high = finite.quantile(torch.special.ndtr(ends)).tolist()
-    return Estimate(
-        value, min(low, value), max(high, value), texts
-    )  # rounding must not move the value out of the interval
+    # Rounding must not move the value out of the interval.
+    return Estimate(value, min(low, value), max(high, value), texts)
 
 
 @lru_cache(maxsize=8)

@@ -253,21 +253,19 @@ class Growth:
                     q[level.q_rows] = weights
                 else:
                     q[level.q_rows[:, None], own] = weights
-                    own = F.pad(
-                        own, (0, 1), value=texts.vocab_size
-                    )  # this id stands for a draw that found no weight left
+                    # The additional id stands for a draw that found no weight left.
+                    own = F.pad(own, (0, 1), value=texts.vocab_size)
             else:
                 adjusted, width = adjusted_logits(below.logits, sampling, history), level.child.shape[1]
                 best = best_tokens(adjusted)[:, None] if width == 1 else adjusted.topk(width).indices
                 chosen = best[below.row]
             chosen = chosen if own is None else own[chosen]
             tokens[level.children] = chosen[level.choice]
-        by_row = tokens.split(sizes)
+        trees = [TokenTree(of_row, shape) for of_row, shape in zip(tokens.split(sizes), shapes, strict=True)]
         if not drawn:
-            return [Proposal(TokenTree(of_row, shape), kind) for of_row, shape in zip(by_row, shapes, strict=True)]
+            return [Proposal(tree, kind) for tree in trees]
         if not len(q):
             return [Proposal.root_only(request.tokens[-1], device) for request in requests]
-        trees = [TokenTree(of_row, shape) for of_row, shape in zip(by_row, shapes, strict=True)]
         if sampling.processors or not self.tree.is_chain:  # in a plain chain every token was drawn
             lists = torch.split(tokens.cpu(), sizes)
             trees = [TokenTree.of_list(row.tolist(), shape, device) for row, shape in zip(lists, shapes, strict=True)]

@@ -35,9 +35,8 @@ from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSum
 from trainer.recipe.draft import DraftSection, DSparkSection
 from trainer.target.loading import OnlineTarget
 
-_BLOCKED = float(
-    torch.finfo(torch.bfloat16).min
-)  # finite in bf16 and fp32; in fp16 it is -inf, which is safe because every slot attends to itself
+# Finite in bf16 and fp32; in fp16 it is -inf, which is safe because every slot attends to itself.
+_BLOCKED = float(torch.finfo(torch.bfloat16).min)
 
 
 class Blocks(NamedTuple):

@@ -82,9 +82,8 @@ class TextWriter:
     ) -> None:
         self.target = target
         self._policy, self._num_draft_tokens, self._seed = policy, num_draft_tokens, seed
-        self._speculates = (
-            target.device.type != "cpu"
-        )  # on a CPU a pass over five tokens costs five times as much as a pass over one token
+        # On a CPU a pass over five tokens costs five times as much as a pass over one token.
+        self._speculates = target.device.type != "cpu"
         sampling = SamplingConfig(policy.temperature)
         self._config = DecodingConfig(policy.max_new_tokens, sampling, eos_token_ids=eos_token_ids)
 

@@ -340,9 +340,8 @@ def _acquired(lock: BaseFileLock, held: Path, on_wait: Callable[[str], None] | N
         yield
     finally:
         if lock.lock_counter == 1:
-            path.unlink(
-                missing_ok=True
-            )  # unlink before the release, so that a process that has opened this file notices and opens it again
+            # Unlinked before the release, so that a process that has opened this file notices and opens it again.
+            path.unlink(missing_ok=True)
         lock.release()
 
 

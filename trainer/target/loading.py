@@ -82,9 +82,8 @@ def load_data(recipe: MedusaRecipe | DraftRecipe) -> tuple[PreTrainedTokenizerBa
 def load_target(recipe: MedusaRecipe | DraftRecipe, device: torch.device, tokenizer: PreTrainedTokenizerBase) -> Target:
     """Load the recipe's target and check that it fits the data. Every process calls this."""
     name, trusted = recipe.target, recipe.trust_remote_code
-    model = agreed(
-        lambda: load_target_model(recipe, device), patient=True
-    )  # one machine may have to download the model
+    # The others wait patiently, because one machine may have to download the model.
+    model = agreed(lambda: load_target_model(recipe, device), patient=True)
     fingerprint = from_first(lambda: stored_fingerprint(name, trusted))
     return Target(name, parse_dtype(recipe.dtype), fingerprint, tokenizer, model)
 
