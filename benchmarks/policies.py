@@ -1,12 +1,12 @@
 """The default policy with every drafter: its speed relative to plain decoding and to always drafting.
 
 In a cell (target, temperature, batch size) plain decoding and each drafter with each policy decode the same group of
-prompts at the same time and take turns after every step, so a machine that slows down slows all of them alike. Each
-kind of step (drafter, texts, drafted tokens) counts with its median seconds in the cell, because single steps hiccup.
-So the work that a draft model does only after plain steps is not seen; heads and lookups have no such work. Only the
-steps before the first method ends are timed; later steps have the processor's caches to themselves. Prefills do not
-count, and texts do not end early. The default policy learns from turn to turn, and the first turn does not count. The
-widened target computes exactly the small target's function (`widen.py`).
+prompts at the same time and take turns after every step. The seconds of a step are divided by those of plain decoding
+in the same round, so a machine that slows down for a while changes no ratio. Each kind of step (drafter, texts, drafted
+tokens) counts with its median cost in the cell, because single steps hiccup. So the work that a draft model does only
+after plain steps is not seen; heads and lookups have no such work. Prefills do not count, and texts do not end early.
+The default policy learns from turn to turn, and the first turn does not count. The widened target computes exactly the
+small target's function (`widen.py`).
 
     python benchmarks/policies.py --target FOLDER --draft FOLDER --heads markov=FOLDER --dspark FOLDER \\
         --prompts FILE.jsonl --output FILE.json
@@ -42,8 +42,6 @@ from decoding.rules.sampling import SamplingConfig
 from trainer.terminal.console import standard_output
 
 PLAIN, FIXED, DEFAULT = "plain", "fixed", "default"
-Timings = defaultdict[tuple[str, int, int], list[float]]
-"""Seconds of steps by (drafter, texts, drafted tokens)."""
 GOAL = 0.97
 
 
@@ -83,7 +81,7 @@ def measure(
         engines[name, DEFAULT] = Engine(target, drafter, Counted())
     tokens = Counter[tuple[str, str]]()
     kinds = {key: Counter[tuple[int, int]]() for key in engines}  # of (texts, most tokens drafted in a text)
-    keys, seconds, alone = list(engines), Timings(list), Timings(list)
+    keys, costs = list(engines), defaultdict[tuple[str, int, int], list[float]](list)
     for turn in range(turns + 1):
         first = turn * cell.batch_size
         group = [prompts[(first + index) % len(prompts)] for index in range(cell.batch_size)]
@@ -92,18 +90,20 @@ def measure(
         rounds = list(
             zip_longest(*(engines[key].steps(group, config, batch_size=len(group), seeds=seeds) for key in order))
         )
-        together = next((number for number, steps in enumerate(rounds) if None in steps), len(rounds))
-        for key, decoded in zip(order, zip(*rounds, strict=True), strict=True):
-            own = [(step[1], number < together) for number, step in enumerate(decoded) if step is not None]
-            for share, of_rows in groupby(own, lambda row: row[0].total_seconds):
-                decoding = [(step, crowded) for step, crowded in of_rows if not step.is_prefill]  # rows of one step
-                if decoding and turn:
-                    rows, crowded = [step for step, _ in decoding], all(crowded for _, crowded in decoding)
+        columns = dict(zip(order, zip(*rounds, strict=True), strict=True))
+        plain = [step[1].total_seconds * len(group) for step in columns[PLAIN, PLAIN]]
+        for key, decoded in columns.items():
+            own = [(number, step[1]) for number, step in enumerate(decoded) if step is not None]
+            for share, of_rows in groupby(own, lambda row: row[1].total_seconds):
+                (number, *_), rows = zip(*of_rows, strict=True)  # the texts of one step
+                if turn and not rows[0].is_prefill:
+                    # A round yields one text, so plain decoding takes a step in as many rounds as there are texts.
+                    beside = plain[max(number - len(group), len(group)) : number + len(group) + 1 : len(group)]
                     kind = len(rows), max(step.drafted for step in rows)
-                    (seconds if crowded else alone)[key[0], *kind].append(share * len(rows))
+                    costs[key[0], *kind].append(share * len(rows) / median(beside))
                     kinds[key][kind] += 1
                     tokens[key] += sum(len(step.tokens) for step in rows)
-    typical = {kind: median(times) for kind, times in (alone | seconds).items()}
+    typical = {kind: median(measured) for kind, measured in costs.items()}
     speeds = {
         key: tokens[key] / sum(typical[key[0], *kind] * steps for kind, steps in of.items())
         for key, of in kinds.items()
@@ -119,7 +119,7 @@ def figures(
     typical: Mapping[tuple[str, int, int], float],
 ) -> dict[str, Any]:
     """Return a drafter's ratios of speeds in a cell, the commonest choices of the policy of its ``engine``, and its
-    steps: texts, drafted tokens, number of steps by the default policy, and median seconds.
+    steps: texts, drafted tokens, number of steps by the default policy, and median cost in plain steps.
     """
     assert isinstance(engine.policy, Counted)
     plain, fixed, default = speeds[PLAIN, PLAIN], speeds[name, FIXED], speeds[name, DEFAULT]
@@ -131,7 +131,6 @@ def figures(
         "default_over_better": default / max(fixed, plain),
         "choices": {f"{budget.depth} deep, {budget.nodes - 1}": count for budget, count in commonest},
         "steps": [(*kind, count, typical[name, *kind]) for kind, count in sorted(kinds[name, DEFAULT].items())],
-        "plain_steps": [(*kind, count, typical[PLAIN, *kind]) for kind, count in kinds[PLAIN, PLAIN].items()],
     }
 
 
