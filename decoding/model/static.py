@@ -6,11 +6,11 @@ attention mask and write positions from these tensors on the device. In this mod
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -179,6 +179,10 @@ class StaticSteps:
         self.pool: Any = None
         """Memory pool shared by all graphs: they never run concurrently, and outputs are read before the next step."""
 
+    def drop_graphs(self) -> None:
+        """Drop all graphs, and with them their memory and their references to a cache."""
+        self._steps, self.pool = {}, None
+
     def capacity(self, wanted: int) -> int:
         """Return the capacity with which a cache for ``wanted`` positions never grows because of padding."""
         return key_bucket(wanted + NODE_BUCKETS[-1])
@@ -262,13 +266,14 @@ class StaticSteps:
                 f"the model's steps cannot be recorded as CUDA graphs, so they run in dynamic shapes: {cause}",
                 stacklevel=2,
             )
-        self.gave_way, self._steps, self.pool = True, {}, None
+        self.gave_way = True
+        self.drop_graphs()
         return None
 
     def _bucket(self, size: Size, cache: PreallocatedCache) -> "_Bucket":
         if cache.buffers != self._buffers:
-            # Graphs recorded on replaced buffers are invalid; dropping them frees their pool.
-            self._steps, self._buffers, self.pool = {}, cache.buffers, None
+            self.drop_graphs()  # graphs recorded on replaced buffers are invalid
+            self._buffers = cache.buffers
         if size not in self._steps:
             self._steps[size] = _Bucket(self, cache, size)
         return self._steps[size]
@@ -321,11 +326,12 @@ class _Bucket:
 
     def __init__(self, owner: StaticSteps, cache: PreallocatedCache, size: Size) -> None:
         assert cache.device is not None, "a prefill comes before the first step"
-        self.inputs = StaticInputs(size.rows, size.nodes, size.span, cache.device)
+        self.inputs = inputs = StaticInputs(size.rows, size.nodes, size.span, cache.device)
         self.has_run = False
-        self._owner = owner
+        # A cycle of references would keep graphs and buffers of a dropped model until a garbage collection.
+        self._owner = owner = proxy(owner)
         self._device = cache.device
-        self._compute = partial(owner.compute, self.inputs, cache, size)
+        self._compute: Callable[[], ModelOutput] = lambda: owner.compute(inputs, cache, size)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: ModelOutput | None = None
 

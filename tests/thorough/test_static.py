@@ -2,7 +2,9 @@
 next.
 """
 
+import gc
 import itertools
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -211,3 +213,20 @@ def test_steps_have_the_same_shape_whatever_the_cache_served_before() -> None:
     for model in (used, fresh):
         Engine(model).decode(PROMPTS[:3], DecodingConfig(8), batch_size=3)
     assert set(steps_of(used)._steps) - before == set(steps_of(fresh)._steps)
+
+
+@pytest.mark.parametrize("static", [None, "eager"])
+def test_buffers_are_freed_as_soon_as_nothing_uses_them(static: str | None) -> None:
+    """Python does not collect cycles of references when the memory of a GPU is full."""
+    gc.disable()
+    try:
+        model, cache = filled("llama", static)
+        model.verify([TokenTree(torch.arange(6), TREE)] * 2, cache)
+        held = [weakref.ref(cache)]
+        del cache
+        held.append(weakref.ref(model.new_cache(32, 8)))
+        assert held[0]() is None
+        del model
+        assert held[1]() is None
+    finally:
+        gc.enable()
