@@ -4,8 +4,13 @@ next.
 
 import gc
 import itertools
+import warnings
 import weakref
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +25,7 @@ from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.model.forward import ModelOutput
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.static import Size, StaticSteps, _Bucket
+from decoding.model.static import _RECORDING, Size, StaticSteps, _Bucket
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
 
@@ -230,3 +235,48 @@ def test_buffers_are_freed_as_soon_as_nothing_uses_them(static: str | None) -> N
         assert held[1]() is None
     finally:
         gc.enable()
+
+
+def test_graphs_are_recorded_one_at_a_time_on_a_stream_of_the_models_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a stream, torch records on the GPU on which it recorded first; a replay on another GPU does nothing."""
+    current, recorded = [0], list[tuple[object, bool]]()
+
+    @contextmanager
+    def device(chosen: torch.device) -> Any:
+        current.append(chosen.index)
+        yield
+        current.pop()
+
+    def graph(made: object, pool: object = None, stream: Any = None, **_: object) -> Any:
+        recorded.append((stream and stream.device, _RECORDING.locked()))
+        return nullcontext()
+
+    def stream() -> Any:
+        return SimpleNamespace(device=current[-1], wait_stream=lambda other: None)
+
+    fakes = {"device": device, "graph": graph, "Stream": stream, "current_stream": stream, "stream": nullcontext}
+    fakes |= {"CUDAGraph": lambda: SimpleNamespace(replay=lambda: None), "graph_pool_handle": lambda: (0, 1)}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    model, cache = filled("llama", "graphs")
+    steps_of(model)._bucket(Size(2, 1, 1, 256), cache)._device = torch.device("cuda", 1)
+    model.step(torch.tensor([1, 2]), cache)
+    assert recorded == [(1, True)]
+
+
+def test_only_waits_of_the_own_thread_prevent_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait() -> None:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    def another_waits() -> None:
+        (thread := Thread(target=wait)).start()
+        thread.join()
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    model, cache = filled("llama", "auto")
+    bucket = steps_of(model)._bucket(Size(2, 1, 1, 256), cache)
+    for work, outcome in ((another_waits, nullcontext()), (wait, pytest.raises(RuntimeError, match="the host wait"))):
+        bucket._compute = work  # type: ignore[assignment]  # its outputs are not read
+        with outcome:
+            bucket._compute_without_waiting()
