@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.rules.drawing import GeneratorSource, _monotone, draw_rows_without_replacement, inverse_cdf
+from decoding.rules import drawing
+from decoding.rules.drawing import GeneratorSource, _monotone, draw_rows_without_replacement, in_parts, inverse_cdf
 
 
 class FixedUniform(GeneratorSource):
@@ -29,12 +30,16 @@ FIRST_OF_SEED_0 = 0.3035332959245841
     [[0, 1, 0, 3, 0], [0, 0, 1e-30, 0], [0, 0.1, 0.2, 0], [1, 0], [0, 1e30, 0, 1e-30, 0], [-0.0, 1, -0.0, 1, -0.0]],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_draw_never_returns_an_index_of_weight_zero(weights: list[float], uniform: float, dtype: torch.dtype) -> None:
+def test_a_draw_never_returns_an_index_of_weight_zero(
+    weights: list[float], uniform: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensor = torch.tensor(weights, dtype=dtype)
     drawn = FixedUniform(uniform).draw(tensor)
     assert weights[drawn] > 0
     assert tensor.tolist() == torch.tensor(weights, dtype=dtype).tolist(), "the weights given must stay as they are"
     assert inverse_cdf(tensor[None], torch.tensor([uniform], dtype=torch.float64)).tolist() == [drawn]
+    monkeypatch.setattr(drawing, "_PART", 2)
+    assert in_parts(tensor[None], torch.tensor([uniform], dtype=torch.float64)).tolist() == [drawn], "as on a GPU"
 
 
 @given(
@@ -66,7 +71,8 @@ def test_sums_that_fall_or_rise_where_there_is_no_weight_are_put_right() -> None
 
 def test_a_row_without_weight_gives_no_token() -> None:
     weights = torch.tensor([[0.0, 0.0], [torch.nan, torch.nan], [0.0, 1.0]])
-    assert inverse_cdf(weights, torch.zeros(3, dtype=torch.float64)).tolist() == [2, 2, 1]
+    for draw in (inverse_cdf, in_parts):
+        assert draw(weights, torch.zeros(3, dtype=torch.float64)).tolist() == [2, 2, 1]
 
 
 @pytest.mark.parametrize("weight", [0.0, torch.nan])
