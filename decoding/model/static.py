@@ -377,7 +377,7 @@ class _Bucket:
         """
         mode, thread, waits = torch.cuda.get_sync_debug_mode(), get_ident(), list[str]()
 
-        def note(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+        def note(message: Any, category: Any, filename: str, lineno: int, *_: Any, **__: Any) -> None:
             if "synchronizing CUDA operation" in str(message) and get_ident() == thread:  # other threads may wait
                 waits.append(f"{filename}:{lineno}")
 

@@ -27,21 +27,23 @@ def inverse_cdf(weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, 
     return torch.searchsorted(cumulative, thresholds, right=True).squeeze(1).to(weights.device)
 
 
-def in_parts(weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-    """Draw as `inverse_cdf` does: first a part of `_PART` tokens, then a token of this part.
+def in_parts(
+    weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, " rows"], size: int = _PART
+) -> Int[Tensor, " rows"]:
+    """Draw as `inverse_cdf` does: first a part of ``size`` tokens, then a token of this part.
 
     By its source, a GPU computes a running sum or maximum of a row in one block of threads, one after another for 1,024
     numbers. For 128k tokens, this takes longer than all other work of a draw.
     """
-    parts = F.pad(weights, (0, -weights.shape[1] % _PART)).unflatten(1, (-1, _PART))
+    parts = F.pad(weights, (0, -weights.shape[1] % size)).unflatten(1, (-1, size))
     ends = F.pad(_cumulative(parts.sum(2, dtype=torch.float64)), (1, 0))
     thresholds = ends[:, -1:] * uniforms.to(weights.device, non_blocking=True)[:, None]
     part = torch.searchsorted(ends, thresholds, right=True) - 1  # the number of parts if there is no weight
     known = part.clamp(max=parts.shape[1] - 1)
     begin, end = ends.gather(1, known), ends.gather(1, known + 1)
     share = ((thresholds - begin) / (end - begin)).clamp(max=1 - 2**-53)[:, 0]
-    token = inverse_cdf(parts.gather(1, known[..., None].expand(-1, -1, _PART))[:, 0], share)
-    return torch.where(part == known, known * _PART + token[:, None], weights.shape[1])[:, 0]
+    token = inverse_cdf(parts.gather(1, known[..., None].expand(-1, -1, size))[:, 0], share)
+    return torch.where(part == known, known * size + token[:, None], weights.shape[1])[:, 0]
 
 
 def _cumulative(weights: Float[Tensor, "*rows vocab"]) -> Float64[Tensor, "*rows vocab"]:

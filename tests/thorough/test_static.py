@@ -6,11 +6,9 @@ import gc
 import itertools
 import warnings
 import weakref
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from threading import Thread
-from types import SimpleNamespace
-from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -221,62 +219,46 @@ def test_steps_have_the_same_shape_whatever_the_cache_served_before() -> None:
 
 
 @pytest.mark.parametrize("static", [None, "eager"])
-def test_buffers_are_freed_as_soon_as_nothing_uses_them(static: str | None) -> None:
+def test_buffers_are_freed_as_soon_as_nothing_uses_them(static: str | None, request: pytest.FixtureRequest) -> None:
     """Python does not collect cycles of references when the memory of a GPU is full."""
     gc.disable()
-    try:
-        model, cache = filled("llama", static)
-        model.verify([TokenTree(torch.arange(6), TREE)] * 2, cache)
-        held = [weakref.ref(cache)]
-        del cache
-        held.append(weakref.ref(model.new_cache(32, 8)))
-        assert held[0]() is None
-        del model
-        assert held[1]() is None
-    finally:
-        gc.enable()
+    request.addfinalizer(gc.enable)
+    model, cache = filled("llama", static)
+    model.verify([TokenTree(torch.arange(6), TREE)] * 2, cache)
+    held = [weakref.ref(cache)]
+    del cache
+    held.append(weakref.ref(model.new_cache(32, 8)))
+    assert held[0]() is None, "also if a static model needs a larger cache"
+    del model
+    assert held[1]() is None
 
 
 def test_graphs_are_recorded_one_at_a_time_on_a_stream_of_the_models_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a stream, torch records on the GPU on which it recorded first; a replay on another GPU does nothing."""
-    current, recorded = [0], list[tuple[object, bool]]()
-
-    @contextmanager
-    def device(chosen: torch.device) -> Any:
-        current.append(chosen.index)
-        yield
-        current.pop()
-
-    def graph(made: object, pool: object = None, stream: Any = None, **_: object) -> Any:
-        recorded.append((stream and stream.device, _RECORDING.locked()))
-        return nullcontext()
-
-    def stream() -> Any:
-        return SimpleNamespace(device=current[-1], wait_stream=lambda other: None)
-
-    fakes = {"device": device, "graph": graph, "Stream": stream, "current_stream": stream, "stream": nullcontext}
-    fakes |= {"CUDAGraph": lambda: SimpleNamespace(replay=lambda: None), "graph_pool_handle": lambda: (0, 1)}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
     model, cache = filled("llama", "graphs")
-    steps_of(model)._bucket(Size(2, 1, 1, 256), cache)._device = torch.device("cuda", 1)
-    model.step(torch.tensor([1, 2]), cache)
-    assert recorded == [(1, True)]
+    bucket = steps_of(model)._bucket(Size(2, 1, 1, 256), cache)
+    bucket._device = torch.device("cuda", 1)
+    bucket._compute = lambda: locked.append(_RECORDING.locked())  # type: ignore[assignment,return-value]
+    locked, cuda = list[bool](), MagicMock()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    for _ in range(2):
+        bucket.run()
+    made = [name for name, *_ in cuda.mock_calls]
+    assert made.index("device().__enter__") < made.index("Stream") and cuda.device.call_args.args == (bucket._device,)
+    assert cuda.graph.call_args.args[2] is cuda.Stream.return_value
+    assert locked == [True] * 3 and made.count("CUDAGraph().replay") == 2
 
 
 def test_only_waits_of_the_own_thread_prevent_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     def wait() -> None:
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
 
-    def another_waits() -> None:
-        (thread := Thread(target=wait)).start()
-        thread.join()
-
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
     model, cache = filled("llama", "auto")
     bucket = steps_of(model)._bucket(Size(2, 1, 1, 256), cache)
-    for work, outcome in ((another_waits, nullcontext()), (wait, pytest.raises(RuntimeError, match="the host wait"))):
-        bucket._compute = work  # type: ignore[assignment]  # its outputs are not read
-        with outcome:
-            bucket._compute_without_waiting()
+    monkeypatch.setattr(torch, "cuda", MagicMock())
+    with ThreadPoolExecutor() as pool:
+        bucket._compute = lambda: pool.submit(wait).result()  # type: ignore[assignment,return-value]
+        bucket._compute_without_waiting()
+    bucket._compute = wait  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="the host wait"):
+        bucket._compute_without_waiting()
