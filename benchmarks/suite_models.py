@@ -65,7 +65,7 @@ class Bench:
 
 
 def free() -> None:
-    """Release unreferenced memory; graphs and the objects they were recorded from form reference cycles."""
+    """Release unreferenced memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.rules.drawing import GeneratorSource, _monotone, draw_rows_without_replacement, inverse_cdf
+from decoding.rules.drawing import GeneratorSource, _monotone, draw_rows_without_replacement, in_parts, inverse_cdf
 
 
 class FixedUniform(GeneratorSource):
@@ -35,6 +35,7 @@ def test_a_draw_never_returns_an_index_of_weight_zero(weights: list[float], unif
     assert weights[drawn] > 0
     assert tensor.tolist() == torch.tensor(weights, dtype=dtype).tolist(), "the weights given must stay as they are"
     assert inverse_cdf(tensor[None], torch.tensor([uniform], dtype=torch.float64)).tolist() == [drawn]
+    assert in_parts(tensor[None], torch.tensor([uniform], dtype=torch.float64), 2).tolist() == [drawn], "as on a GPU"
 
 
 @given(
@@ -66,7 +67,8 @@ def test_sums_that_fall_or_rise_where_there_is_no_weight_are_put_right() -> None
 
 def test_a_row_without_weight_gives_no_token() -> None:
     weights = torch.tensor([[0.0, 0.0], [torch.nan, torch.nan], [0.0, 1.0]])
-    assert inverse_cdf(weights, torch.zeros(3, dtype=torch.float64)).tolist() == [2, 2, 1]
+    for draw in (inverse_cdf, in_parts):
+        assert draw(weights, torch.zeros(3, dtype=torch.float64)).tolist() == [2, 2, 1]
 
 
 @pytest.mark.parametrize("weight", [0.0, torch.nan])

@@ -60,6 +60,9 @@ def test_weights_that_exceed_the_first_of_several_gpus_are_spread_or_refused(
     assert load_model(str(folder), torch.bfloat16) is model and asked[-1] == here, "half of the bytes fit"
     load_model(str(folder), torch.float32, torch.device("cpu"))
     assert asked[-1] == {"": torch.device("cpu")}, "a device that was asked for is taken"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert load_model(str(folder), torch.float32) is model and asked[-1] == here, "each of two processes has one GPU"
+    monkeypatch.delenv("WORLD_SIZE")
     model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu", "lm_head": "disk"}
     with pytest.raises(ValueError, match=r"does not fit on the GPUs without cpu and disk"):
         load_model(str(folder), torch.float32)

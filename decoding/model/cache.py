@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -57,7 +58,8 @@ class PreallocatedLayer(CacheLayerMixin):
 
     def __init__(self, owner: "PreallocatedCache", number: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers' annotations are partial
-        self._owner = owner
+        # A strong reference would form a cycle, and a dropped cache would keep its buffers until a garbage collection.
+        self._owner: PreallocatedCache = proxy(owner)
         self._number = number
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -89,7 +91,7 @@ class PreallocatedLayer(CacheLayerMixin):
             self.keys[:rows, :, start : start + size] = key_states
             self.values[:rows, :, start : start + size] = value_states
         else:
-            row_index, positions = owner.row_index(self._number)[:rows, None], block.positions[self._number]
+            row_index, positions = owner._held[self._number].row_index[:rows, None], block.positions[self._number]
             self.keys[row_index, :, positions] = key_states.transpose(1, 2)
             self.values[row_index, :, positions] = value_states.transpose(1, 2)
         return self.keys[:rows, :, : block.keys], self.values[:rows, :, : block.keys]
@@ -195,10 +197,6 @@ class PreallocatedCache(Cache):
     def device(self) -> torch.device | None:
         """Device of the first layer's buffers; None before the first block."""
         return self._held[0].keys.device if self._held else None
-
-    def row_index(self, number: int) -> Tensor:
-        """Return the numbers from 0 to rows - 1, (rows,), on device ``number``."""
-        return self._held[number].row_index
 
     def restart(self, capacity: int) -> None:
         """Drop all texts and lease the buffers to a new generation, with room for ``capacity``; older leases end."""

@@ -161,6 +161,7 @@ class CausalLM:
         capacity, rows = self._static.capacity(capacity), row_bucket(rows)
         with self.lock:
             if self._static_cache is None or self._static_cache.rows < rows:
+                self._static.drop_graphs()  # frees the old buffers before the new ones are allocated
                 self._static_cache = PreallocatedCache(self.num_layers, capacity, rows)
             self._static_cache.restart(capacity)
             return self._static_cache

@@ -235,10 +235,11 @@ class DSparkDraft(nn.Module):
         finite in the dtype.
         """
         config, header = read_described(folder)
-        draft, ours = DSparkDraft(config), {theirs: name for name, theirs in _OF_FILES.items()}
-        draft.load_state_dict(
-            {ours.get(name, name): tensor for name, tensor in read_weights(folder, REMEDY).items() if name in header}
-        )
+        ours = {theirs: name for name, theirs in _OF_FILES.items()}
+        weights = {ours.get(name, name): part for name, part in read_weights(folder, REMEDY).items() if name in header}
+        with torch.device("meta"):  # random weights, which a CPU makes slowly, would be overwritten
+            draft = DSparkDraft(config)
+        draft.load_state_dict(weights, assign=True)
         if draft.lm_head is not None:
             check_d2t(draft.d2t, config.vocab_size, folder, REMEDY)
         draft.to(dtype)

@@ -57,7 +57,6 @@ class TreeMasks:
         """``windows`` come from `decoding.model.architecture.windows`."""
         self.windows = windows
         self._model = model
-        self._stored = lru_cache(maxsize=256)(self._of_shape)
 
     def of_trees(self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int) -> Any:
         """Make additive masks for these trees, (rows, 1, queries, keys). They are additive because eager attention
@@ -109,15 +108,17 @@ class TreeMasks:
         return self.additive(blocked_keys(begin, depths, key_depths, hidden_from, width, window))
 
     def _of(self, shape: TreeShape) -> tuple[Tensor, Tensor]:
-        return (self._stored if len(shape) <= _LARGEST_STORED else self._of_shape)(shape)
+        return (of_shape if len(shape) <= _LARGEST_STORED else of_shape.__wrapped__)(shape, self._model.device)
 
-    def _of_shape(self, shape: TreeShape) -> tuple[Tensor, Tensor]:
-        """Return each node's depth, and for each node a mask that is true at the nodes to which it must not attend.
-        Both tensors are on the model's device.
-        """
-        both = shape.depth_tensor, ~shape.ancestor_mask
-        depths, hidden = (tensor.to(self._model.device, non_blocking=True) for tensor in both)
-        return depths, hidden
+
+@lru_cache(maxsize=256)
+def of_shape(shape: TreeShape, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return each node's depth, and for each node a mask that is true at the nodes to which it must not attend, on a
+    device.
+    """
+    both = shape.depth_tensor, ~shape.ancestor_mask
+    depths, hidden = (tensor.to(device, non_blocking=True) for tensor in both)
+    return depths, hidden
 
 
 class DynamicSteps:
@@ -128,11 +129,6 @@ class DynamicSteps:
         self._model = model
         self._masks = masks
         self._max_positions = max_positions
-
-    @property
-    def _device(self) -> torch.device:
-        device: torch.device = self._model.device
-        return device
 
     def append(
         self, blocks: Sequence[Sequence[int]], cache: PreallocatedCache, taps: Sequence[int] = ()
@@ -149,7 +145,7 @@ class DynamicSteps:
             pieces = [block[begin : begin + size] for block in blocks]
             # A finished row runs one dummy token that the cache does not keep.
             trees = [TokenTree.chain(piece or [0]) for piece in pieces]
-            select = last_of([len(tree) for tree in trees], 1, self._device)
+            select = last_of([len(tree) for tree in trees], 1, self._model.device)
             kept = None if all(pieces) else [len(piece) for piece in pieces]
             output = self.run(trees, cache, [0] * len(trees), select, kept, taps)
             for row, piece, of_piece in zip(states, pieces, output.states, strict=bool(taps)):
@@ -157,7 +153,9 @@ class DynamicSteps:
             if last is None or kept is None:
                 last = output
                 continue
-            runs = torch.tensor([bool(piece) for piece in pieces]).to(self._device, non_blocking=True)[:, None, None]
+            runs = torch.tensor([bool(piece) for piece in pieces]).to(self._model.device, non_blocking=True)[
+                :, None, None
+            ]
             hidden = torch.where(runs, output.hidden, last.hidden)
             last = ModelOutput(hidden, torch.where(runs, output.logits, last.logits))
         assert last is not None, "there is no token to append"
@@ -173,7 +171,7 @@ class DynamicSteps:
         if len(set(starts)) > 1 or any(self._masks.windows.values()):
             masks = self._masks.of_trees([TreeShape.chain(0)] * rows, starts, [0] * rows, 1)
         positions = self._positions(starts, 0)
-        cache.begin(range(rows), 1, self._device)
+        cache.begin(range(rows), 1, self._model.device)
         output = run_model(self._model, tokens[:, None], positions, cache, masks, None, taps)
         cache.end([1] * rows)
         return output
@@ -195,19 +193,19 @@ class DynamicSteps:
         counts = [len(tree) - skipped for tree, skipped in zip(trees, first, strict=True)]
         size = max(counts)
         fresh = [tree.tokens[skipped:] for tree, skipped in zip(trees, first, strict=True)]
-        tokens = stacked(fresh, size, self._device)
+        tokens = stacked(fresh, size, self._model.device)
         if size == 1 and kept is None and not any(first):
             return self.step(tokens[:, 0], cache, taps)
         shapes = [tree.shape for tree in trees]
         if len(set(shapes)) == len(set(first)) == 1:
-            depths = shapes[0].depth_tensor[first[0] :].to(self._device, non_blocking=True)
+            depths = shapes[0].depth_tensor[first[0] :].to(self._model.device, non_blocking=True)
         else:
             own = [shape.depth_tensor[skipped:] for shape, skipped in zip(shapes, first, strict=True)]
-            depths = stacked(own, size, self._device)
+            depths = stacked(own, size, self._model.device)
         starts = [cache.lengths[row] - skipped for row, skipped in enumerate(first)]
         positions = self._positions(starts, depths)
         masks = self._masks.of_trees(shapes, starts, first, size)
-        keys = cache.begin(range(len(trees)), size, self._device, counts)
+        keys = cache.begin(range(len(trees)), size, self._model.device, counts)
         mask = _narrowed(masks, keys)
         output = run_model(self._model, tokens, positions, cache, mask, select, taps)
         cache.end(counts if kept is None else kept)
@@ -215,7 +213,7 @@ class DynamicSteps:
 
     def _positions(self, starts: Sequence[int], depths: Tensor | int) -> Tensor:
         """Return the positions of nodes at these depths after the cached ``starts``, (rows, nodes)."""
-        positions = depths + torch.tensor(starts).to(self._device, non_blocking=True)[:, None]
+        positions = depths + torch.tensor(starts).to(self._model.device, non_blocking=True)[:, None]
         if self._max_positions is not None:  # the padding of a finished row may go past the end of the position table
             positions.clamp_(max=self._max_positions - 1)
         return positions

@@ -1,6 +1,7 @@
 """Loading of targets, drafts and heads from a folder or the Hub, with checks for mismatches."""
 
 import logging
+import os
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -159,8 +160,11 @@ def _that_or_base(folder: Path, pattern: str) -> Path:
 
 
 def exceeds_first_gpu(folder: Path, dtype: torch.dtype | Literal["auto"]) -> bool:
-    """Return True if there are several GPUs and a folder's weights do not fit into the free memory of the first GPU."""
-    if torch.cuda.device_count() < 2:
+    """Return True if there are several GPUs and a folder's weights do not fit into the free memory of the first GPU.
+
+    If there are several processes, the result is False, because each process has only its own GPU.
+    """
+    if torch.cuda.device_count() < 2 or os.environ.get("WORLD_SIZE", "1") != "1":
         return False
     base = adapted_model(folder)
     files = weight_files(folder if base is None else model_folder(base), "fetch or write it again")

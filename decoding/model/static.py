@@ -6,11 +6,12 @@ attention mask and write positions from these tensors on the device. In this mod
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
+from threading import Lock, get_ident
 from typing import Any, NamedTuple
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ NODE_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 _FREE_TOKENS = 64  # up to this many tokens a GPU pass takes as long as a pass over one token, so few buckets suffice
 _KEY_BUCKET = 256
 _AHEAD = 2  # number of buckets of keys whose graphs are recorded before a text becomes that long
+_RECORDING = Lock()  # PyTorch allows only one recording at a time in a process
 
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -178,6 +180,12 @@ class StaticSteps:
         self._buffers = 0
         self.pool: Any = None
         """Memory pool shared by all graphs: they never run concurrently, and outputs are read before the next step."""
+        self.stream: torch.cuda.Stream | None = None
+        """The stream of all recordings. PyTorch's own stream for recordings is on the GPU that was used first."""
+
+    def drop_graphs(self) -> None:
+        """Drop all graphs, and with them their memory and their references to a cache."""
+        self._steps, self.pool = {}, None
 
     def capacity(self, wanted: int) -> int:
         """Return the capacity with which a cache for ``wanted`` positions never grows because of padding."""
@@ -262,13 +270,14 @@ class StaticSteps:
                 f"the model's steps cannot be recorded as CUDA graphs, so they run in dynamic shapes: {cause}",
                 stacklevel=2,
             )
-        self.gave_way, self._steps, self.pool = True, {}, None
+        self.gave_way = True
+        self.drop_graphs()
         return None
 
     def _bucket(self, size: Size, cache: PreallocatedCache) -> "_Bucket":
         if cache.buffers != self._buffers:
-            # Graphs recorded on replaced buffers are invalid; dropping them frees their pool.
-            self._steps, self._buffers, self.pool = {}, cache.buffers, None
+            self.drop_graphs()  # graphs recorded on replaced buffers are invalid
+            self._buffers = cache.buffers
         if size not in self._steps:
             self._steps[size] = _Bucket(self, cache, size)
         return self._steps[size]
@@ -321,63 +330,64 @@ class _Bucket:
 
     def __init__(self, owner: StaticSteps, cache: PreallocatedCache, size: Size) -> None:
         assert cache.device is not None, "a prefill comes before the first step"
-        self.inputs = StaticInputs(size.rows, size.nodes, size.span, cache.device)
+        self.inputs = inputs = StaticInputs(size.rows, size.nodes, size.span, cache.device)
         self.has_run = False
-        self._owner = owner
+        # A cycle of references would keep graphs and buffers of a dropped model until a garbage collection.
+        self._owner = owner = proxy(owner)
         self._device = cache.device
-        self._compute = partial(owner.compute, self.inputs, cache, size)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._outputs: ModelOutput | None = None
+        self._compute: Callable[[], ModelOutput] = lambda: owner.compute(inputs, cache, size)
+        self._recorded: tuple[torch.cuda.CUDAGraph, ModelOutput] | None = None
 
     def run(self) -> ModelOutput:
         self.has_run = True
         if not self._owner.captures or self._device.type != "cuda":
             return self._compute()
         with torch.cuda.device(self._device):
-            if self._outputs is None:
-                self._outputs = self._capture()
-            assert self._graph is not None
-            self._graph.replay()
-        return self._outputs
+            if self._recorded is None:
+                with _RECORDING:
+                    self._recorded = self._record()
+            graph, outputs = self._recorded
+            graph.replay()
+        return outputs
 
-    def _capture(self) -> ModelOutput:
-        """Record the step as a CUDA graph.
+    def _record(self) -> tuple[torch.cuda.CUDAGraph, ModelOutput]:
+        """Record the step as a CUDA graph; return the graph and the tensors into which each replay writes its outputs.
 
         The warm-up runs the step on its real inputs. This is harmless, because every run, including the replay, writes
         the same keys and values to the same positions.
         """
-        stream, before = torch.cuda.Stream(), torch.cuda.current_stream()
+        owner, before = self._owner, torch.cuda.current_stream()
+        owner.stream = stream = owner.stream or torch.cuda.Stream()
+        owner.pool = owner.pool or torch.cuda.graph_pool_handle()
         stream.wait_stream(before)
         with torch.cuda.stream(stream):
             self._compute()
-            (self._compute_without_waiting if self._owner.may_give_way else self._compute)()
+            (self._compute_without_waiting if owner.may_give_way else self._compute)()
         before.wait_stream(stream)
-        if self._owner.pool is None:
-            self._owner.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the GPU during capture: for a training run's next batch, or as NCCL's watchdog.
         # The outer context restores the stream: after a failed capture, torch leaves its own stream as the current one.
-        with (
-            torch.cuda.stream(before),
-            torch.cuda.graph(graph, pool=self._owner.pool, capture_error_mode="thread_local"),
-        ):
-            outputs = self._compute()
-        self._graph = graph
-        return outputs
+        with torch.cuda.stream(before), torch.cuda.graph(graph, owner.pool, stream, capture_error_mode="thread_local"):
+            return graph, self._compute()
 
     def _compute_without_waiting(self) -> None:
         """Run the step; raise RuntimeError if it makes the host wait for the GPU.
 
         Recording such a step fails, and PyTorch's allocator and random numbers may stay in the middle of the recording.
         """
-        mode = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(record=True) as caught:
+        mode, thread, waits = torch.cuda.get_sync_debug_mode(), get_ident(), list[str]()
+
+        def note(message: Any, category: Any, filename: str, lineno: int, *_: Any, **__: Any) -> None:
+            if "synchronizing CUDA operation" in str(message) and get_ident() == thread:  # other threads may wait
+                waits.append(f"{filename}:{lineno}")
+
+        with warnings.catch_warnings():
             warnings.simplefilter("always")
+            warnings.showwarning = note
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 self._compute()
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
-        for warning in caught:
-            if "synchronizing CUDA operation" in str(warning.message):
-                raise RuntimeError(f"{warning.filename}:{warning.lineno} makes the host wait for the GPU")
+        if waits:
+            raise RuntimeError(f"{waits[0]} makes the host wait for the GPU")

@@ -6,8 +6,11 @@ from typing import Protocol, runtime_checkable
 import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
+from torch.nn import functional as F
 
 from decoding.errors import UserError
+
+_PART = 512
 
 
 def inverse_cdf(weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, " rows"]) -> Int[Tensor, " rows"]:
@@ -16,18 +19,38 @@ def inverse_cdf(weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, 
     The draws are made on the weights' device without waiting for it; the uniforms may be on the host. A token of weight
     0 is never drawn. For a row with NaN or without any weight the result is ``vocab``, an invalid id.
     """
+    if weights.is_cuda and weights.shape[1] > _PART:
+        return in_parts(weights, uniforms)
     cumulative = _cumulative(weights)
     thresholds = cumulative[:, -1:] * uniforms.to(cumulative.device, non_blocking=True)[:, None]
     # right=True finds the first entry strictly above the threshold, which cannot have weight 0.
     return torch.searchsorted(cumulative, thresholds, right=True).squeeze(1).to(weights.device)
 
 
+def in_parts(
+    weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, " rows"], size: int = _PART
+) -> Int[Tensor, " rows"]:
+    """Draw as `inverse_cdf` does: first a part of ``size`` tokens, then a token of this part.
+
+    By its source, a GPU computes a running sum or maximum of a row in one block of threads, one after another for 1,024
+    numbers. For 128k tokens, this takes longer than all other work of a draw.
+    """
+    parts = F.pad(weights, (0, -weights.shape[1] % size)).unflatten(1, (-1, size))
+    ends = F.pad(_cumulative(parts.sum(2, dtype=torch.float64)), (1, 0))
+    thresholds = ends[:, -1:] * uniforms.to(weights.device, non_blocking=True)[:, None]
+    part = torch.searchsorted(ends, thresholds, right=True) - 1  # the number of parts if there is no weight
+    known = part.clamp(max=parts.shape[1] - 1)
+    begin, end = ends.gather(1, known), ends.gather(1, known + 1)
+    share = ((thresholds - begin) / (end - begin)).clamp(max=1 - 2**-53)[:, 0]
+    token = inverse_cdf(parts.gather(1, known[..., None].expand(-1, -1, size))[:, 0], share)
+    return torch.where(part == known, known * size + token[:, None], weights.shape[1])[:, 0]
+
+
 def _cumulative(weights: Float[Tensor, "*rows vocab"]) -> Float64[Tensor, "*rows vocab"]:
     """Return cumulative sums that never decrease and rise only at positive weights."""
     if weights.is_mps:  # MPS has no float64
         weights = weights.cpu()
-    own = weights.clone() if weights.dtype == torch.float64 else weights.double()
-    sums = own.cumsum_(-1)
+    sums = weights.to(torch.float64, copy=True).cumsum_(-1)
     # The CPU adds the weights one by one, so its sums have this property already.
     return sums if weights.is_cpu else _monotone(sums, weights)
 

@@ -2,7 +2,6 @@
 and memory does not grow.
 """
 
-import gc
 import json
 import warnings
 from collections.abc import Iterator, Sequence
@@ -221,7 +220,6 @@ def memory_after(runs: int, work: Sequence[object], run: object) -> list[int]:
     for _ in range(runs):
         for each in work:
             run(each)
-        gc.collect()
         torch.cuda.synchronize()
         held.append(torch.cuda.memory_allocated())
     return held

@@ -1,6 +1,5 @@
 """The web demo without its server: races, forms, answers to visitors, and the HTML of texts and figures."""
 
-import gc
 import json
 import socket
 import weakref
@@ -210,11 +209,6 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> "weakref.WeakSet[PreallocatedCach
     return made
 
 
-def alive(caches: "weakref.WeakSet[PreallocatedCache]") -> int:
-    gc.collect()
-    return len(caches)
-
-
 class Visit:
     """A visitor's run of a form, which advances by one step at each look."""
 
@@ -241,12 +235,12 @@ def test_one_who_goes_in_mid_stream_leaves_no_cache(answers: Any, caches: Any, g
     frames = visit.run()
     for _ in range(4):
         next(frames)
-    assert alive(caches) == 3, "of the target twice, and of the draft"
+    assert len(caches) == 3, "of the target twice, and of the draft"
     if goes != "closes the stream":
         answers.leave(visit.request)  # type: ignore[arg-type]
     if goes != "leaves":
         frames.close()
-    assert alive(caches) == 0 and (visit.race is None) == (goes != "closes the stream")
+    assert len(caches) == 0 and (visit.race is None) == (goes != "closes the stream")
     assert list(visit.run()) and visit.race is not None and visit.race.ending == Ending(24, "equal"), (
         "the next is served"
     )

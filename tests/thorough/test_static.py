@@ -2,8 +2,13 @@
 next.
 """
 
+import gc
 import itertools
+import warnings
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -18,7 +23,7 @@ from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.model.forward import ModelOutput
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.static import Size, StaticSteps, _Bucket
+from decoding.model.static import _RECORDING, Size, StaticSteps, _Bucket
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
 
@@ -211,3 +216,49 @@ def test_steps_have_the_same_shape_whatever_the_cache_served_before() -> None:
     for model in (used, fresh):
         Engine(model).decode(PROMPTS[:3], DecodingConfig(8), batch_size=3)
     assert set(steps_of(used)._steps) - before == set(steps_of(fresh)._steps)
+
+
+@pytest.mark.parametrize("static", [None, "eager"])
+def test_buffers_are_freed_as_soon_as_nothing_uses_them(static: str | None, request: pytest.FixtureRequest) -> None:
+    """Python does not collect cycles of references when the memory of a GPU is full."""
+    gc.disable()
+    request.addfinalizer(gc.enable)
+    model, cache = filled("llama", static)
+    model.verify([TokenTree(torch.arange(6), TREE)] * 2, cache)
+    held = [weakref.ref(cache)]
+    del cache
+    held.append(weakref.ref(model.new_cache(32, 8)))
+    assert held[0]() is None, "also if a static model needs a larger cache"
+    del model
+    assert held[1]() is None
+
+
+def test_graphs_are_recorded_one_at_a_time_on_a_stream_of_the_models_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a stream, torch records on the GPU on which it recorded first; a replay on another GPU does nothing."""
+    model, cache = filled("llama", "graphs")
+    bucket = steps_of(model)._bucket(Size(2, 1, 1, 256), cache)
+    bucket._device = torch.device("cuda", 1)
+    bucket._compute = lambda: locked.append(_RECORDING.locked())  # type: ignore[assignment,return-value]
+    locked, cuda = list[bool](), MagicMock()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    for _ in range(2):
+        bucket.run()
+    made = [name for name, *_ in cuda.mock_calls]
+    assert made.index("device().__enter__") < made.index("Stream") and cuda.device.call_args.args == (bucket._device,)
+    assert cuda.graph.call_args.args[2] is cuda.Stream.return_value
+    assert locked == [True] * 3 and made.count("CUDAGraph().replay") == 2
+
+
+def test_only_waits_of_the_own_thread_prevent_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait() -> None:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    model, cache = filled("llama", "auto")
+    bucket = steps_of(model)._bucket(Size(2, 1, 1, 256), cache)
+    monkeypatch.setattr(torch, "cuda", MagicMock())
+    with ThreadPoolExecutor() as pool:
+        bucket._compute = lambda: pool.submit(wait).result()  # type: ignore[assignment,return-value]
+        bucket._compute_without_waiting()
+    bucket._compute = wait  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="the host wait"):
+        bucket._compute_without_waiting()

@@ -4,7 +4,6 @@ its lm_head to logits.
 `trainer.target.features` reads the states from disk.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -91,8 +90,7 @@ def load_target(recipe: MedusaRecipe | DraftRecipe, device: torch.device, tokeni
 def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) -> CausalLM:
     """Load the model only, on any number of processes; raise UserError if it does not fit the recipe's data."""
     dtype = parse_dtype(recipe.dtype)
-    one_process = int(os.environ.get("WORLD_SIZE", "1")) == 1  # one process may use all GPUs
-    chosen = None if device.type == "cuda" and one_process else device
+    chosen = None if device.type == "cuda" else device  # None: the process's GPU, or all GPUs if there is one process
     model = CausalLM(load_model(recipe.target, dtype, chosen, recipe.trust_remote_code))
     reason = why_no_chains(model.model)
     if reason is not None and recipe.evaluation.prompts:
