@@ -178,7 +178,7 @@ def run_blocks(
         return torch.cat((text[layer][0], keys), 2), torch.cat((text[layer][1], values), 2)
 
     keys_at = torch.cat((blocks.text_positions, blocks.positions), 1)
-    hidden: Tensor = draft(embedded, blocks.positions, held, blocks.mask.to(text[0][0].dtype), keys_at)
+    hidden: Tensor = draft(embedded, blocks.positions, held, blocks.mask.to(text[0][1].dtype), keys_at)
     return hidden
 
 
