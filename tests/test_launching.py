@@ -11,10 +11,12 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from rich.console import Console
 from tiny_training import recipe_content, write_corpus, write_target
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from decoding.errors import UserError
 from decoding.model.heads import MedusaConfig, MedusaHeads
+from trainer.learning.losses import KnownLogits
 from trainer.processes import build_accelerator, join_processes, sharded_precision
 from trainer.recipe.reading import parse_recipe
 from trainer.run import train
@@ -30,7 +32,10 @@ def no_state_of_accelerate() -> Any:
 
 @pytest.mark.parametrize(
     ("precision", "expected"),
-    [("bf16", MixedPrecisionPolicy(torch.bfloat16, torch.float32, None)), ("no", MixedPrecisionPolicy())],
+    [
+        ("bf16", MixedPrecisionPolicy(torch.bfloat16, torch.float32, None, cast_forward_inputs=False)),
+        ("no", MixedPrecisionPolicy()),
+    ],
 )
 def test_fsdp2_rounds_products_and_neither_sums_of_gradients_nor_losses(
     monkeypatch: pytest.MonkeyPatch, precision: str, expected: MixedPrecisionPolicy
@@ -44,6 +49,24 @@ def test_fsdp2_rounds_products_and_neither_sums_of_gradients_nor_losses(
     monkeypatch.setattr("trainer.processes.Accelerator", lambda **options: of_fsdp2)
     assert build_accelerator(precision).state.fsdp_plugin.mixed_precision_policy == expected
     assert sharded_precision(precision) == expected
+
+
+def test_fsdp2_does_not_round_what_a_module_is_given() -> None:
+    """The logsumexp of stored logits is fp32; rounded to bf16, it would change probabilities by up to 6%."""
+
+    class Reads(torch.nn.Linear):
+        def forward(self, given: KnownLogits) -> torch.Tensor:
+            assert given.log_total is not None and self.weight.dtype == torch.bfloat16
+            return given.log_total
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        reads = Reads(2, 2)
+        fully_shard(reads, mesh=init_device_mesh("cpu", (1,)), mp_policy=sharded_precision("bf16"))
+        known = KnownLogits(torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.long), torch.tensor([25.43]))
+        assert reads(known) == known.log_total
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_fsdp_on_a_cpu_is_refused_and_not_quietly_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
