@@ -1,8 +1,10 @@
 """The preallocated cache: after any trees and acceptances, each row equals a cache of only that row's text."""
 
+import gc
 import random
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -169,3 +171,18 @@ def test_a_longer_row_that_left_leaves_no_trace_in_the_slot_of_a_shorter_one(tin
     cache.move(1, 0)  # one token instead of eight
     logits = tiny_llama.append([[7]], cache).logits[0]
     torch.testing.assert_close(logits, full_forward(tiny_llama.model, [*RAGGED[1], 7])[-1], **FLOAT)
+
+
+@pytest.mark.parametrize("static", [None, "eager"])
+def test_the_buffers_of_a_dropped_model_are_freed_at_once(tiny_llama: CausalLM, static: str | None) -> None:
+    """A GPU may be full before Python looks for cycles."""
+    gc.disable()
+    try:
+        model = CausalLM(tiny_llama.model, static=static)
+        cache = filled(model, PREFIX)
+        model.verify([TREE], cache)
+        held = ref(cache)
+        del model, cache
+        assert held() is None
+    finally:
+        gc.enable()

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ class PreallocatedLayer(CacheLayerMixin):
 
     def __init__(self, owner: "PreallocatedCache", number: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers' annotations are partial
-        self._owner = owner
+        self._owner: PreallocatedCache = proxy(owner)  # a cycle would keep the buffers of a dropped cache for a while
         self._number = number
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

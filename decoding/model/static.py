@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -270,7 +271,7 @@ class StaticSteps:
             # Graphs recorded on replaced buffers are invalid; dropping them frees their pool.
             self._steps, self._buffers, self.pool = {}, cache.buffers, None
         if size not in self._steps:
-            self._steps[size] = _Bucket(self, cache, size)
+            self._steps[size] = _Bucket(proxy(self), cache, size)  # no cycle: see `PreallocatedLayer`
         return self._steps[size]
 
     @torch.inference_mode()
@@ -325,7 +326,7 @@ class _Bucket:
         self.has_run = False
         self._owner = owner
         self._device = cache.device
-        self._compute = partial(owner.compute, self.inputs, cache, size)
+        self._compute = partial(StaticSteps.compute, owner, self.inputs, cache, size)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: ModelOutput | None = None
 
