@@ -4,8 +4,9 @@ Each node of a tree attends to its row's prefix and to its own path.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
+from weakref import proxy
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -57,7 +58,7 @@ class TreeMasks:
         """``windows`` come from `decoding.model.architecture.windows`."""
         self.windows = windows
         self._model = model
-        self._stored = lru_cache(maxsize=256)(self._of_shape)
+        self._stored = lru_cache(maxsize=256)(partial(TreeMasks._of_shape, proxy(self)))  # see `PreallocatedLayer`
 
     def of_trees(self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int) -> Any:
         """Make additive masks for these trees, (rows, 1, queries, keys). They are additive because eager attention
