@@ -3,13 +3,14 @@
 import random
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis_profiles import examples
-from tiny_models import full_forward
+from tiny_models import full_forward, tiny_model
 from torch import Tensor
 
 from decoding.model.cache import PreallocatedCache
@@ -169,3 +170,14 @@ def test_a_longer_row_that_left_leaves_no_trace_in_the_slot_of_a_shorter_one(tin
     cache.move(1, 0)  # one token instead of eight
     logits = tiny_llama.append([[7]], cache).logits[0]
     torch.testing.assert_close(logits, full_forward(tiny_llama.model, [*RAGGED[1], 7])[-1], **FLOAT)
+
+
+@pytest.mark.parametrize("static", [None, "eager"])
+def test_a_dropped_model_and_its_cache_are_freed_at_once(static: str | None) -> None:
+    """A GPU may be full before Python looks for cycles."""
+    model = CausalLM(tiny_model("llama"), static=static)
+    cache = filled(model, PREFIX)
+    model.verify([TREE], cache)
+    held = ref(cache), ref(model.model)
+    del model, cache
+    assert [one() for one in held] == [None, None]

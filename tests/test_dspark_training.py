@@ -90,10 +90,12 @@ def test_masked_attention_avoids_sdpas_grouping_and_makes_no_needless_copies(
     monkeypatch.setattr(functional, "scaled_dot_product_attention", noted)
     objective.module.draft.fc.register_forward_pre_hook(lambda _, args: read.append(args[0].dtype))
     with torch.autocast("cpu", torch.bfloat16):
-        objective.module(*inputs)
+        sums = objective.module(*inputs)
+    assert (sums.losses[:2] != sums.losses[:2].bfloat16()).all(), "sums are not rounded"
     masked = [call for call in calls if call.get("attn_mask") is not None]
     assert masked and not any(call.get("enable_gqa") for call in masked) and read == [torch.bfloat16]
     assert make is eagle3_for or len({id(call["attn_mask"]) for call in masked}) == 1 < len(masked)
+    assert not any(call["attn_mask"].dtype == torch.float32 for call in masked), "autocast would copy it in each layer"
 
 
 def test_no_block_sees_another_nor_a_text_beside_its_own() -> None:

@@ -238,10 +238,10 @@ class Recurrent:
         self.token = torch.randn(VOCAB, HIDDEN, generator=draw)
         self._noise, self._draw = noise, draw
 
-    def read(self, batch: Batch) -> Tensor | None:
+    def read(self, batch: Batch) -> None:
         return None
 
-    def hidden(self, batch: Batch) -> Tensor:
+    def hidden(self, batch: Batch, stored: Any = None) -> Tensor:
         states, last = [], torch.randn(len(batch.tokens), HIDDEN, generator=self._draw)
         for token in batch.tokens.T:
             last = last @ self.map.T + self.token[token] + self._noise * torch.randn(last.shape, generator=self._draw)

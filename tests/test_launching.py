@@ -1,6 +1,8 @@
 """The launch that is requested and the launch that runs; and errors before anything is trained."""
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +13,17 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from rich.console import Console
 from tiny_training import recipe_content, write_corpus, write_target
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from decoding.errors import UserError
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.processes import build_accelerator, join_processes, sharded_precision
 from trainer.recipe.reading import parse_recipe
 from trainer.run import train
+from trainer.run.distributed import Runner
 from trainer.target import loading
 
 
@@ -30,7 +36,10 @@ def no_state_of_accelerate() -> Any:
 
 @pytest.mark.parametrize(
     ("precision", "expected"),
-    [("bf16", MixedPrecisionPolicy(torch.bfloat16, torch.float32, None)), ("no", MixedPrecisionPolicy())],
+    [
+        ("bf16", MixedPrecisionPolicy(torch.bfloat16, torch.float32, None, cast_forward_inputs=False)),
+        ("no", MixedPrecisionPolicy()),
+    ],
 )
 def test_fsdp2_rounds_products_and_neither_sums_of_gradients_nor_losses(
     monkeypatch: pytest.MonkeyPatch, precision: str, expected: MixedPrecisionPolicy
@@ -44,6 +53,35 @@ def test_fsdp2_rounds_products_and_neither_sums_of_gradients_nor_losses(
     monkeypatch.setattr("trainer.processes.Accelerator", lambda **options: of_fsdp2)
     assert build_accelerator(precision).state.fsdp_plugin.mixed_precision_policy == expected
     assert sharded_precision(precision) == expected
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """Be the only process of a group."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_fsdp2_does_not_round_what_a_module_is_given(group: None) -> None:
+    """The logsumexp of stored logits is fp32; rounded to bf16, it would change probabilities by up to 6%."""
+    mesh, total = init_device_mesh("cpu", (1,)), torch.tensor(25.43)
+    assert fully_shard(nn.Identity(), mesh=mesh, mp_policy=sharded_precision("bf16"))(total) == total
+
+
+def test_the_gradients_of_ddp_stay_in_its_buckets(group: None) -> None:
+    """A step of several micro batches would otherwise need the memory of the gradients twice."""
+    runner: Any = object.__new__(Runner)
+    runner.module = DistributedDataParallel(nn.Linear(2, 2), gradient_as_bucket_view=True)
+    runner._optimizers = [torch.optim.SGD(runner.module.parameters())]
+    places = []
+    for last in (True, True, False, True):  # DDP arranges its buckets anew after the first step
+        with nullcontext() if last else runner.module.no_sync():
+            runner.module(torch.ones(1, 2)).sum().backward()
+        places.append([parameter.grad.data_ptr() for parameter in runner.module.parameters()])
+        if last:
+            runner.step()
+    assert places[1] == places[2] == places[3]
 
 
 def test_fsdp_on_a_cpu_is_refused_and_not_quietly_something_else(monkeypatch: pytest.MonkeyPatch) -> None:

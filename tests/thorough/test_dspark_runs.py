@@ -259,6 +259,7 @@ def test_a_run_from_the_disk_that_goes_on_is_to_the_bit_one_that_never_stopped(t
     target, examples = target_of(), [EXAMPLES[index % 3] for index in range(16)]
     recorders = [Recorder() for _ in range(3)]
     states = StoredTaps(target, stored(target, tmp_path / "states", "int8", examples=examples))
+    assert states.read(collate(examples[:1], (0,)))["hidden"].dtype == torch.int8, "only a GPU needs the target's dtype"
     objectives = [objective_for(target.model, taps=(0, 1), states=states) for _ in range(3)]
     train_toy(tmp_path / "whole", objectives[0], recorders[0], examples)
     recorders[1].actions[2] = interrupt

@@ -33,7 +33,7 @@ from trainer.learning.fused import Bias, fused_loss
 from trainer.learning.losses import HiddenTeacher, LabelGroups, LossMix
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums, rank_shares
 from trainer.recipe.draft import DraftSection, DSparkSection
-from trainer.target.loading import OnlineTarget
+from trainer.target.loading import Columns, OnlineTarget
 
 # Finite in bf16 and fp32; in fp16 it is -inf, which is safe because every slot attends to itself.
 _BLOCKED = float(torch.finfo(torch.bfloat16).min)
@@ -178,7 +178,7 @@ def run_blocks(
         return torch.cat((text[layer][0], keys), 2), torch.cat((text[layer][1], values), 2)
 
     keys_at = torch.cat((blocks.text_positions, blocks.positions), 1)
-    hidden: Tensor = draft(embedded, blocks.positions, held, blocks.mask.to(text[0][0].dtype), keys_at)
+    hidden: Tensor = draft(embedded, blocks.positions, held, blocks.mask.to(text[0][1].dtype), keys_at)
     return hidden
 
 
@@ -262,7 +262,7 @@ class BlocksPrefetch(NamedTuple):
 
     blocks: Blocks
     labels: Labels
-    stored: Float[Tensor, "batch positions layers hidden"] | None
+    stored: Columns | None
     """The target's states from disk, if they are stored."""
 
 

@@ -32,7 +32,7 @@ from trainer.learning.losses import HiddenTeacher, LabelGroups, LossMix, Teacher
 from trainer.learning.objective import EVERYWHERE_THE_SAME, GreedyTexts, TermSums, rank_shares
 from trainer.recipe.heads import HeadsSection
 from trainer.target.initial import Start, start_bias
-from trainer.target.loading import HiddenStates, LogitTransform
+from trainer.target.loading import Columns, HiddenStates, LogitTransform
 
 
 class HeadLabels(NamedTuple):
@@ -80,7 +80,7 @@ class HeadsPrefetch(NamedTuple):
     """The parts of `HeadInputs` that are prepared without running the target."""
 
     labels: HeadLabels
-    stored: Float[Tensor, "batch positions hidden"] | None
+    stored: Columns | None
     """The target's states from disk, if they are stored."""
 
 
@@ -309,7 +309,7 @@ class MedusaObjective:
     def inputs(self, batch: Batch, step: int, prefetched: HeadsPrefetch | None = None) -> tuple[Any, ...]:
         states, section = self._states, self._section
         labels, stored = prefetched or self.prefetch(batch, step)
-        hidden = states.hidden(batch) if stored is None else stored
+        hidden = states.hidden(batch, stored)
         uses_lm_head = section.shared_lm_head or section.loss.soft
         # A target that is spread over devices may keep its lm_head on another device.
         device, lm_head = batch.tokens.device, self._lm_head if uses_lm_head else None

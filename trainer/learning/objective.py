@@ -67,11 +67,12 @@ class TermSums(NamedTuple):
     def of_rows(loss: FusedLoss, terms: Int[Tensor, " rows"], count: int, soft: bool) -> "TermSums":
         """Add the figures of each row to the sums of its term; the rows are already weighted.
 
-        Hits are acceptances if ``soft``. A product is used, because `index_add` on a GPU adds in random order.
+        Hits are acceptances if ``soft``. `index_add` on a GPU adds in random order, and autocast would round a matrix
+        product to bf16.
         """
         belongs = (torch.arange(count, device=terms.device)[:, None] == terms).to(loss.losses.dtype)
         hits = loss.accepted if soft else loss.correct.to(loss.losses.dtype)
-        return TermSums(belongs @ loss.losses, belongs @ hits, loss.loss)
+        return TermSums((belongs * loss.losses).sum(1), (belongs * hits).sum(1), loss.loss)
 
 
 class Objective(Protocol):

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from decoding.dtypes import parse_dtype
@@ -71,9 +72,11 @@ class Runner:
 
     def step(self) -> list[float]:
         """Step the optimizers and set the gradients to zero; return the gradients' norm if `clip` did not return it."""
+        # Without its gradients DDP would make new ones beside its buckets, and copy them there at the end of a step.
+        held = isinstance(self.module, DistributedDataParallel)
         for optimizer in self._optimizers:
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=not held)
         return []
 
 

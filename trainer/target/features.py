@@ -6,7 +6,7 @@ but one. From these last states, the target's last layer computes the lm_head's 
 or drafts can use the same features.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +34,7 @@ from trainer.learning.losses import HiddenTeacher
 from trainer.learning.spans import span
 from trainer.processes import Process, on_first
 from trainer.recipe.heads import FeaturesSection, StatesDtype
-from trainer.target.loading import OnlineTarget, Target, logit_transform
+from trainer.target.loading import Columns, OnlineTarget, Target, logit_transform
 from trainer.target.store import BATCH_TOKENS, MANIFEST, WEIGHTS, Column, Origin, Store, ensure_store
 
 LARGEST_KL = 0.01
@@ -144,7 +144,7 @@ def quantised(
     return (wide / scale.where(scale > 0, 1.0)[..., None]).round_().to(torch.int8), scale
 
 
-def as_read(columns: Mapping[str, Tensor], dtype: torch.dtype) -> Float[Tensor, "*tokens hidden"]:
+def as_read(columns: Columns, dtype: torch.dtype) -> Float[Tensor, "*tokens hidden"]:
     """Return the states of stored columns in ``dtype``."""
     hidden, scale = columns["hidden"], columns.get("scale")
     return (hidden if scale is None else hidden * scale[..., None]).to(dtype)
@@ -159,9 +159,13 @@ class FeatureStore(Store[FeatureOrigin]):
         weight: Tensor = self._open(WEIGHTS).get_tensor("lm_head")
         return weight
 
-    def hidden(self, batch: Batch) -> Float[Tensor, "batch positions *layers hidden"]:
-        """Return the states in the target's dtype on the batch's device; the states of padding are zero."""
-        return as_read({name: self._padded(name, batch) for name in self.origin.columns()}, self.origin.torch_dtype)
+    def read(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the columns of a batch on the batch's device; the columns of padding are zero."""
+        return {name: self._padded(name, batch) for name in self.origin.columns()}
+
+    def hidden(self, batch: Batch, columns: Columns | None = None) -> Float[Tensor, "batch positions *layers hidden"]:
+        """Return the states in the target's dtype; ``columns`` is the result of `read`, perhaps sent to a GPU since."""
+        return as_read(self.read(batch) if columns is None else columns, self.origin.torch_dtype)
 
     def _padded(self, name: str, batch: Batch) -> Tensor:
         rows = self._column(name, batch)
@@ -185,11 +189,11 @@ class StoredFeatures:
     def lm_head(self) -> Float[Tensor, "vocab hidden"]:
         return self._store.lm_head.to(self._device)
 
-    def read(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
-        return self._store.hidden(batch)
+    def read(self, batch: Batch) -> Columns:
+        return self._store.read(batch)
 
-    def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
-        raise AssertionError("stored features replace runs of the target")
+    def hidden(self, batch: Batch, stored: Columns | None = None) -> Float[Tensor, "batch positions hidden"]:
+        return self._store.hidden(batch, stored)
 
 
 class LastLayer(OnlineTarget):
@@ -227,11 +231,11 @@ class StoredTaps(LastLayer):
         super().__init__(target)
         self._store = store
 
-    def read(self, batch: Batch) -> Float[Tensor, "batch positions layers hidden"]:
-        return self._store.hidden(batch)
+    def read(self, batch: Batch) -> Columns:
+        return self._store.read(batch)
 
-    def tapped(self, batch: Batch, taps: Sequence[int], stored: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        states, layers = self.read(batch) if stored is None else stored, self._store.origin.taps
+    def tapped(self, batch: Batch, taps: Sequence[int], stored: Columns | None = None) -> tuple[Tensor, Tensor]:
+        states, layers = self._store.hidden(batch, stored), self._store.origin.taps
         chosen = [layers.index(tap) for tap in taps]
         return self.behind(batch, states[..., layers.index(self._last), :]), states[..., chosen, :].flatten(-2)
 

@@ -136,8 +136,8 @@ def fit_states(states: HiddenStates, examples: Sequence[Example], heads: int, mo
         if sum(len(examples[row].tokens) for row in rows) < _TOGETHER and index != chosen[-1]:
             continue
         on_host = collate([examples[row] for row in rows], rows)
-        rows, batch, stored = [], on_host.to(device), states.read(on_host)
-        hidden = (states.hidden(batch) if stored is None else stored.to(device)).float()
+        rows, batch = [], on_host.to(device)
+        hidden = states.hidden(batch).float()
         sums = sums or [_Sums(len(tokens), hidden.shape[-1], device) for _ in range(max(heads, 1))]
         for head, of_head in enumerate(sums):
             at = on_host.label_positions(head + 2).to(device)

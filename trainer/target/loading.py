@@ -4,7 +4,7 @@ its lm_head to logits.
 `trainer.target.features` reads the states from disk.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -101,6 +101,8 @@ def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) 
 
 
 LogitTransform = Callable[[Tensor], Tensor]
+Columns = Mapping[str, Tensor]
+"""What a store contains of a batch: see `trainer.target.features.FeatureOrigin.columns`."""
 
 
 class HiddenStates(Protocol):
@@ -113,11 +115,11 @@ class HiddenStates(Protocol):
     def lm_head(self) -> Float[Tensor, "vocab hidden"]:
         """The weight of the target's lm_head."""
 
-    def read(self, batch: Batch) -> Float[Tensor, "batch positions hidden"] | None:
-        """Return a batch's states from disk, on the device of the batch; None if the target must run."""
+    def read(self, batch: Batch) -> Columns | None:
+        """Return what the disk contains of a batch, on the device of the batch; None if the target must run."""
 
-    def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
-        """Run the target; return the lm_head's input, on the batch's device."""
+    def hidden(self, batch: Batch, stored: Columns | None = None) -> Float[Tensor, "batch positions hidden"]:
+        """Return the lm_head's input on the batch's device; ``stored`` is the result of `read` on this device."""
 
 
 class OnlineTarget:
@@ -133,15 +135,15 @@ class OnlineTarget:
         weight: Tensor = self._model.get_output_embeddings().weight
         return weight
 
-    def read(self, batch: Batch) -> Tensor | None:
+    def read(self, batch: Batch) -> Columns | None:
         """Return None, because nothing is stored."""
         return None
 
-    def hidden(self, batch: Batch) -> Float[Tensor, "batch positions hidden"]:
+    def hidden(self, batch: Batch, stored: Columns | None = None) -> Float[Tensor, "batch positions hidden"]:
         return self.tapped(batch, ())[0]
 
     @torch.no_grad()
-    def tapped(self, batch: Batch, taps: Sequence[int], stored: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def tapped(self, batch: Batch, taps: Sequence[int], stored: Columns | None = None) -> tuple[Tensor, Tensor]:
         """Return the lm_head's input and the states after the layers ``taps``, from one run of the target.
 
         The two tensors have shapes (batch, positions, hidden) and (batch, positions, taps), on the batch's device; the
