@@ -261,7 +261,7 @@ def _joined(content: Any, where: str) -> Any:
         return content
     kinds = [part.get("type") if isinstance(part, dict) else None for part in content]
     if others := sorted({str(kind) for kind in kinds if kind != "text"}):
-        raise UserError(f"{where}: a message has parts of type {' and '.join(others)}, not only text: omit the message")
+        raise UserError(f"{where}: a message has parts of type {' and '.join(others)}, not only text: omit the row")
     return "".join(str(part.get("text", "")) for part in content)
 
 

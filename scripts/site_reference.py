@@ -1,7 +1,7 @@
 """Hook of the documentation site: writes reference pages from the code when the site is built.
 
 Commands come from the typer application, drafters from their registry, and recipe keys from their classes. A page
-contains a mark, such as ``<!-- every command -->``, in place of the generated text.
+contains a mark, a sentence that says where its reader finds the generated text, in place of this text.
 """
 
 # ruff: noqa: E402  # the repository is added to the path before its packages are imported
@@ -35,9 +35,9 @@ PROGRAM = "headstart"
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Replace each mark by its generated text."""
     for mark, write in (
-        ("<!-- every command -->", commands),
-        ("<!-- every drafter -->", drafters),
-        ("<!-- every key -->", recipes),
+        ("*`make docs` lists every command in site/reference/commands.html.*", commands),
+        ("*`make docs` lists every drafter in site/reference/commands.html.*", drafters),
+        ("*`make docs` lists every key in site/reference/recipes.html.*", recipes),
     ):
         if mark in markdown:
             markdown = markdown.replace(mark, write())

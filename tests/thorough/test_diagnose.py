@@ -18,6 +18,7 @@ from scripted_endpoint import serve
 from speculating_server import SpeculatingServer
 from tiny_models import tiny_model
 from tiny_tokenizer import byte_tokenizer
+from tiny_training import write_rows
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafters import DraftModelDrafter
@@ -33,7 +34,7 @@ from trainer.servers.speculator import TOP_1
 from trainer.servers.texts import TEMPLATE, TEXT
 
 TEMPLATE_TEXT = (
-    "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}"
+    "{{ tools if tools else '' }}{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '[a]' }}"
     "{% if enable_thinking is defined and not enable_thinking %}{{ '~' }}{% endif %}{% endif %}"
 )
@@ -177,6 +178,16 @@ def test_the_first_difference_of_a_server_is_named_with_its_remedy(name: str, de
     first, sentence, cure = printed.splitlines()[:3]
     assert not fine and first == f"first difference: {step}"
     assert re.search(found, sentence) and re.search(remedy, cure)
+
+
+def test_the_tools_of_a_prompt_are_sent_to_the_server_and_rendered_here(desk: Desk, tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "hi", "tools": tools}])
+    with serve(desk.server()) as endpoint:  # its template ignores the tools
+        asked = {"endpoint": endpoint.address, "model": "tiny", "temperature": 0.0, "prompts": prompts}
+        _, printed = diagnosed(desk, **asked)
+    assert printed.startswith(f"first difference: {TEMPLATE}\n")
+    assert [request.body.get("tools") for request in endpoint.requests if "messages" in request.body] == [tools]
 
 
 @pytest.fixture

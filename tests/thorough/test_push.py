@@ -185,12 +185,14 @@ def test_an_export_carries_its_provenance_and_what_was_given_without_paths_and_s
     }
     write_json(run / "final" / "provenance.json", provenance)
     mine = stored_fingerprint(run / "final")
-    report = write_json(run / "report.json", report_of(target="feed", heads=mine) | {"output": str(tmp_path)})
+    sample = {"setting": "greedy", "method": "plain", "task": None, "prompt": "my diagnosis", "pieces": [["?", False]]}
+    measured = report_of(target="feed", heads=mine) | {"output": str(tmp_path), "samples": [sample]}
+    report = write_json(run / "report.json", measured)
     summary = export(run, tmp_path / "out", "heads", report=report)
     names = ["README.md", "config.json", "model.safetensors", "provenance.json", "report.json"]
     assert sorted(summary.files) == names
     for name in names:
         content = (summary.folder / name).read_bytes()
-        assert str(tmp_path).encode() not in content and SECRET.encode() not in content, name
+        assert not any(private.encode() in content for private in (str(tmp_path), SECRET, "my diagnosis")), name
     export(tmp_path / "out", tmp_path / "again", "heads")
     assert (tmp_path / "again" / "provenance.json").read_text() == (tmp_path / "out" / "provenance.json").read_text()

@@ -21,6 +21,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from decoding.drafters.base import DraftRequest
 from decoding.drafters.draft_model import DraftModelSession
+from decoding.errors import UserError
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_tokenizer
 from decoding.rules.tree import Proposal
@@ -183,6 +184,31 @@ def test_a_prompt_beyond_the_targets_context_is_set_aside_and_the_others_are_ans
     (row,) = set_aside(tmp_path)
     assert row["problem"] == "failed" and "the target's context of 96" in row["reason"]
     assert summary.failed == 1
+
+
+def test_a_later_turn_beyond_the_targets_context_ends_the_conversation_and_the_answer_before_it_stays(
+    models: Path, tmp_path: Path
+) -> None:
+    summary = regenerate(options(tmp_path, models / "chat", [["j", "a " * 90]]))
+    assert contents(*rows(tmp_path / "answers.jsonl")) == ["j", "k l"] and (summary.unasked, summary.failed) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "complaint"),
+    [
+        ([{"prompt": "a"}, {"prompt": 3}, {}], r"line 2: field 'prompt' contains int.*; 2 rows cannot be used$"),
+        ([{"prompt": 3}], r"line 1: field 'prompt' contains int, not text or messages$"),
+        (None, r"prompts\.jsonl is not there: use a \.jsonl file"),
+    ],
+)
+def test_prompts_are_checked_before_the_target_is_loaded(
+    prompts: list[dict[str, Any]] | None, complaint: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "prompts.jsonl"
+    if prompts is not None:
+        write_rows(source, prompts)
+    with pytest.raises(UserError, match=complaint):
+        regenerate(RegenerateOptions(prompts=str(source), output=tmp_path / "answers.jsonl", target="no target"))
 
 
 def test_answers_beyond_the_drafts_context_are_decoded_without_drafts_and_the_others_with_them(

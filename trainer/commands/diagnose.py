@@ -89,8 +89,8 @@ def _compare(options: DiagnoseOptions, named: SpeculatorName, watch: Console) ->
         tokenizer,
         speculator,
         [
-            HeldOutPrompt(conversation.text, conversation.open_after(()) if conversation.chat else None, ids)
-            for conversation, ids in heldout
+            HeldOutPrompt(asked.text, asked.open_after(()) if asked.chat else None, ids, asked.tools)
+            for asked, ids in heldout
         ],
         DecodingConfig(options.max_new_tokens, eos_token_ids=eos_token_ids(target.model, tokenizer)),
         options.temperature,

@@ -5,7 +5,7 @@ unavailable or the target was tuned by reinforcement learning. Answers by other 
 distribution. The target can also write the prompts (`trainer.data.self_written`).
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -47,8 +47,9 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
     """Answer the prompts that lack an answer; print and return the counts."""
     watched, console = console or standard_error(), console or standard_output()
     wanted = read_request(options.prompts, options.limit)
+    given = None if wanted else _prompts(options, watched)  # read first, because loading a target may take minutes
     backend, made_by, writing = _backend(options, wanted)
-    asked = _prompts(options, watched) if wanted is None else _self_written(options, wanted, made_by, writing, watched)
+    asked = given or _self_written(options, wanted, made_by, writing, watched)
     bad = _BadRows() if asked.is_stream else None
     read = partial(
         read_conversations, asked.name, asked.field, options.limit, options.n, made_by["chat"], asked.rows, bad
@@ -101,13 +102,20 @@ class _Prompts(NamedTuple):
 
 
 def _prompts(options: RegenerateOptions, watched: Console) -> _Prompts:
-    """Return the prompts of a file, of a set on the Hub, or of a known set."""
+    """Return the prompts of a file, of a set on the Hub, or of a known set.
+
+    Raises UserError if any row of a file is not a prompt.
+    """
     preset = PRESETS.get(options.prompts)
     name, field = preset.source if preset else options.prompts, options.prompt_field
     if preset:
         field = field or preset.field
         say(watched, f"{options.prompts}: {name} on the Hub, licence {preset.licence}")
     if "/" not in name or Path(name).exists() or Path(name).suffix in (".jsonl", ".parquet"):
+        bad = _BadRows()
+        deque(read_conversations(name, field, options.limit, 1, chat=True, on_bad=bad), maxlen=0)
+        if bad.count:
+            raise UserError(bad.first + f"; {bad.count:,} rows cannot be used" * (bad.count > 1))
         return _Prompts(name, field, sha256_of(Path(name)), Path(name).name)
     source = stream_prompts(name)
     return _Prompts(name, field, source.sha256, name, source.hub, is_stream=True)
@@ -115,13 +123,13 @@ def _prompts(options: RegenerateOptions, watched: Console) -> _Prompts:
 
 def _self_written(
     options: RegenerateOptions,
-    wanted: SelfWritten,
+    wanted: SelfWritten | None,
     made_by: dict[str, Any],
     writing: tuple[UserTurn, Backend] | None,
     watched: Console,
 ) -> _Prompts:
     """Let the target write prompts, unless an earlier run did so; return the prompts that can be used."""
-    assert writing is not None, "made by _backend"
+    assert wanted is not None and writing is not None, "made by _backend"
     draws = PromptDraws(wanted, *writing, GROUP * options.batch_size)
     how = {**_controls(WRITING), "max_new_tokens": LONGEST, "seed": options.seed, "opening": writing[0].opening}
     with AnswerFile(options.output.with_name(options.output.name + DRAWS), {**made_by, **how}, {}) as file:

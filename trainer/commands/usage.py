@@ -84,8 +84,8 @@ def _sentence(error: Exception) -> str:
     sentence, code = without_secrets(one_line(error)) or type(error).__name__, _code(error)
     if code == ExitCode.OUT_OF_MEMORY:
         remedy = (
-            "use smaller batches or shorter texts; 'headstart train RECIPE --dry-run' prints the memory that training "
-            "needs"
+            "use smaller batches or shorter texts, or stop other programs that use this memory, such as a server; "
+            "'headstart train RECIPE --dry-run' prints the memory that training needs"
         )
         return f"out of memory ({sentence}): {remedy}"
     if isinstance(error, UserError):

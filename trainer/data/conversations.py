@@ -236,13 +236,15 @@ def read_conversations(
     """Yield ``samples`` conversations without answers for each of a file's first ``limit`` rows, as they are read.
 
     ``stream`` replaces the rows of the file. ``on_bad`` is called for each row that is not a prompt; such rows are
-    skipped. ``unread`` counts rows by each column that is neither read nor known as metadata.
+    skipped, but if no row is a prompt, the first error is raised at the end. ``unread`` counts rows by each column that
+    is neither read nor known as metadata.
 
     The prompt's field is found as in `decoding.measure.questions.read_prompts`. A row with several turns, or with
     answers of the assistant between its messages, becomes a conversation of several turns. Such a conversation requires
     ``chat``. Raises UserError for a file without prompts and, without ``on_bad``, for a row that is not a prompt.
     """
     count = 0
+    first: UserError | None = None
     for number, row in read_rows(path) if stream is None else enumerate(map(without_nulls, stream), start=1):
         where = f"{path}, line {number}"
         try:
@@ -251,6 +253,7 @@ def read_conversations(
         except UserError as error:
             if on_bad is None:
                 raise
+            first = first or error
             on_bad(error)
             continue
         if not chat:
@@ -266,7 +269,7 @@ def read_conversations(
         if limit is not None and count >= limit * samples:
             break
     if not count:
-        raise UserError(f"{path} contains no prompts: use a .jsonl file with one prompt per line, and a limit above 0")
+        raise first or UserError(f"{path} contains no prompts: use a file with a prompt per line, and a limit above 0")
 
 
 def _turns(messages: Sequence[Message], where: str) -> tuple[tuple[Message, ...], ...]:
@@ -314,10 +317,8 @@ def read_heldout(
     """
     chat = tokenizer.chat_template is not None
     conversations = read_conversations(path, field, limit, 1, chat)
-    encoded = [
-        (conversation, encode_prompt(conversation.open_after(()), tokenizer, chat)) for conversation in conversations
-    ]
-    fitting = [(conversation, prompt) for conversation, prompt in encoded if 0 < len(prompt) <= holds - max_new_tokens]
+    encoded = [(asked, encode_prompt(asked.open_after(()), tokenizer, chat, asked.tools)) for asked in conversations]
+    fitting = [(asked, prompt) for asked, prompt in encoded if 0 < len(prompt) <= holds - max_new_tokens]
     if not fitting:
         raise UserError(f"no held-out prompt leaves room for {max_new_tokens} new tokens: lower max_new_tokens")
     return fitting

@@ -178,11 +178,14 @@ def copy_target(source: Path, folder: Path) -> str:
 
 
 def write_companions(folder: Path, source: Path, report: dict[str, Any] | None) -> None:
-    """Write the published provenance and report of the weights in ``source`` to the exported ``folder``."""
+    """Write the published provenance and report of the weights in ``source`` to the exported ``folder``.
+
+    The report loses its samples, because they quote the prompts and answers of the measurement, which may be private.
+    """
     provenance = read_provenance(source)
     contents = {
         PROVENANCE_NAME: None if provenance is None else published_provenance(provenance),
-        REPORT_NAME: None if report is None else without_local_paths(report),
+        REPORT_NAME: None if report is None else without_local_paths({**report, "samples": []}),
     }
     for name, content in contents.items():
         if content is not None:

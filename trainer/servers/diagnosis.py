@@ -267,19 +267,16 @@ def _ask(
     Prompts are sent as token ids if possible, so that a different template affects only the check of templates.
     """
     as_ids = served.check_ids(replay.prompts[0])
-    sent = [
-        prompt.ids if as_ids else prompt.text if prompt.messages is None else tuple(prompt.messages)
-        for prompt in replay.heldout
-    ]
+    sent = [prompt.sent(as_ids) for prompt in replay.heldout]
     controls, note = dict[str, Any](), ""
     if temperature > 0:  # greedy requests keep the server's defaults, so that its penalties show in the text
-        controls = served.taken_controls(sent[0])
+        controls = served.taken_controls(sent[0][0])
         refused = [name for name in CONTROLS if name not in controls]
         note = f" (the server rejects {' and '.join(refused)}, so its defaults may apply)" if refused else ""
     before = find_counts(page(), served.served.model)
     requests = [
-        CompletionRequest(prompt, replay.config.max_new_tokens, temperature, seed=seed, controls=controls)
-        for seed, prompt in enumerate(sent, start=replay.config.seed)
+        CompletionRequest(prompt, replay.config.max_new_tokens, temperature, seed=seed, controls=controls | fields)
+        for seed, (prompt, fields) in enumerate(sent, start=replay.config.seed)
     ]
     answers = served.many(requests)
     after = find_counts(page(), served.served.model)

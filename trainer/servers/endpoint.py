@@ -19,7 +19,7 @@ from trainer.data.answers import AnsweredConversation, FailedConversation, Outco
 from trainer.data.chat import whole_characters
 from trainer.data.conversations import AnswerKey, Message, OpenConversation, answer_message, is_empty
 from trainer.servers.answers import Completion
-from trainer.servers.connection import Connection, Endpoint
+from trainer.servers.connection import REFUSED, Connection, Endpoint
 
 HOPELESS = 50
 """This many failures in a row end the run: the endpoints return only errors, or every request is wrong."""
@@ -39,11 +39,12 @@ class _Reply(NamedTuple):
 
 
 class _NoAnswer(Exception):
-    """A reply that has no text to train on, or an error instead of a reply."""
+    """A reply that has no text to train on, or an error instead of a reply; ``refused``: it is the same next time."""
 
-    def __init__(self, problem: Problem, reason: str) -> None:
+    def __init__(self, problem: Problem, reason: str, refused: bool = False) -> None:
         super().__init__(reason)
         self.problem: Problem = problem
+        self.refused = refused
 
 
 class EndpointBackend:
@@ -51,9 +52,10 @@ class EndpointBackend:
     turn by turn.
 
     Conversations are dealt to the endpoints in rotation. If an endpoint rejects a request, or still fails after the
-    client's retries, the next endpoint gets it. An endpoint that could not be reached is asked last from then on. A
-    request that fails at all endpoints is set aside. A wrong key, an unknown model, or a request that reaches no
-    endpoint ends the run.
+    client's retries, the next endpoint gets it. An endpoint that could not be reached is asked last from then on. If a
+    request fails at all endpoints, its conversation is set aside; if all of them reject a later turn, for example
+    because it is too long, the conversation ends with the answer before it. A wrong key, an unknown model, or a request
+    that reaches no endpoint ends the run.
     """
 
     def __init__(
@@ -141,7 +143,8 @@ class EndpointBackend:
                 if replies[-1].truncated:
                     break
         except _NoAnswer as error:
-            return FailedConversation(conversation, error.problem, str(error), again=True)
+            if not (replies and error.refused):  # otherwise the answers before the refused turn are kept
+                return FailedConversation(conversation, error.problem, str(error), again=True)
         answers, tokens = tuple(reply.message for reply in replies), sum(reply.tokens for reply in replies)
         ids, prompts = (
             _if_all(column) for column in zip(*((reply.ids, reply.prompt_ids) for reply in replies), strict=True)
@@ -153,7 +156,7 @@ class EndpointBackend:
         """Return the next answer. Raises `_NoAnswer` if every endpoint fails, and UserError if none can be reached."""
         first = conversation.index % len(self._connections)
         in_turn = [*self._connections[first:], *self._connections[:first]]
-        problems, unreached = list[str](), 0
+        problems, unreached, refused = list[str](), 0, 0
         for connection in sorted(in_turn, key=self._unreached.__contains__):
             try:
                 completion = await connection.ask(self._request(conversation, answers))
@@ -163,6 +166,7 @@ class EndpointBackend:
                 if fatal := connection.fatal(error):
                     raise fatal from None
                 problems.append(connection.explained(error))
+                refused += isinstance(error, REFUSED)
                 if isinstance(error, APIConnectionError):
                     self._unreached.add(connection)
                     unreached += 1
@@ -175,7 +179,7 @@ class EndpointBackend:
                 f"{'; '.join(problems)}; finished answers are saved",
                 "check the endpoint, then run the same command again to resume",
             ) from None
-        raise _NoAnswer("failed", "; ".join(problems))
+        raise _NoAnswer("failed", "; ".join(problems), refused == len(in_turn))
 
     def _check_model(self, model: str | None, host: str) -> None:
         """Raise UserError if the answer comes from another model than the first one: rows must not mix two models."""

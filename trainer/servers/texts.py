@@ -18,12 +18,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
+from decoding.fields import Tools
 from decoding.measure.proof.finding import Finding, judged, ok, problem, undecided
 from decoding.measure.proof.greedy import cut_at_ends, ends, greedy_identity, near_tie
 from decoding.measure.proof.reference import EngineText, Reference
 from decoding.prompts import encode_continuation, encode_prompt
 from decoding.rules.tree import common_length
-from trainer.servers.answers import Completion, CompletionRequest
+from trainer.servers.answers import Completion, CompletionRequest, Prompt
 
 if TYPE_CHECKING:
     from trainer.servers.client import ServedModel
@@ -43,6 +44,13 @@ class HeldOutPrompt(NamedTuple):
     text: str
     messages: Messages | None
     ids: tuple[int, ...]
+    tools: Tools | None = None
+
+    def sent(self, as_ids: bool) -> tuple[Prompt, dict[str, Any]]:
+        """Return the prompt for a request, and the other fields that the request needs."""
+        if as_ids or self.messages is None:
+            return self.ids if as_ids else self.text, {}
+        return tuple(self.messages), {"tools": self.tools} if self.tools else {}
 
 
 class ServerPrompt(NamedTuple):
@@ -54,10 +62,8 @@ class ServerPrompt(NamedTuple):
 
 def ask_rendered(served: "ServedModel", prompts: Sequence[HeldOutPrompt]) -> list[ServerPrompt]:
     """Return how the server read the first prompts; for each, one token is requested."""
-    few = prompts[:_COMPARED]
-    requests = [
-        CompletionRequest(prompt.text if prompt.messages is None else tuple(prompt.messages), 1) for prompt in few
-    ]
+    few = [prompt.sent(as_ids=False) for prompt in prompts[:_COMPARED]]
+    requests = [CompletionRequest(prompt, 1, controls=fields) for prompt, fields in few]
     answers = [(answer.prompt_ids, answer.prompt_tokens) for answer in served.many(requests)]
     return [ServerPrompt(ids, length if ids is None else len(ids)) for ids, length in answers]
 
@@ -97,7 +103,8 @@ def _variants(prompt: HeldOutPrompt, tokenizer: PreTrainedTokenizerBase) -> Iter
         return
 
     def render(**options: Any) -> tuple[int, ...]:
-        rendered: Any = tokenizer.apply_chat_template(list(prompt.messages or ()), return_dict=True, **options)
+        options |= {"tools": prompt.tools, "return_dict": True}
+        rendered: Any = tokenizer.apply_chat_template(list(prompt.messages or ()), **options)
         return tuple(rendered["input_ids"])
 
     ask = "let the server add the generation prompt (add_generation_prompt true), or use its chat endpoint"

@@ -176,7 +176,7 @@ class _Text:
         return not broken_off and self.conversation.goes_on(self.answers, spelled=True)
 
     def outcome(self) -> Outcome:
-        if self.problem is not None:
+        if self.problem is not None and not self.answers:
             return FailedConversation(self.conversation, "failed", self.problem)
         tokens = sum(map(len, self.answer_tokens))
         own = tuple(self.answer_tokens)
