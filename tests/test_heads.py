@@ -164,6 +164,7 @@ def test_heads_share_the_lm_head_by_default_if_their_own_would_be_half_the_targe
     packed.register_buffer("qweight", torch.zeros(4 * parameters, dtype=torch.int32))
     model.add_module("packed", packed)
     assert not with_sharing(HeadsSection(num_heads=1), model)[0].shared_lm_head, "next to it the lm_head is small"
+    assert with_sharing(HeadsSection(num_heads=10**9 // (16 * vocab) + 1), model)[0].shared_lm_head
 
 
 # --- heads with a Markov bias: the bias by hand, and the artefact -----------------------------------------------------

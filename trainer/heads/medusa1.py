@@ -179,6 +179,10 @@ bytes. Every draft would read these lm_heads, and training would keep them in fp
 and a target of 135M parameters, four lm_heads have 0.84 of the target's size; with 4,096 tokens and 11M parameters,
 they have 0.47 of it.
 """
+_MANY = 10**9
+"""Heads also share the lm_head by default if separate lm_heads would have at least this many parameters, because
+training takes 16 bytes for each. Four lm_heads of an 8B target with 128k tokens have 2.1 billion parameters.
+"""
 
 
 def with_sharing(section: HeadsSection, model: PreTrainedModel) -> tuple[HeadsSection, str]:
@@ -190,7 +194,8 @@ def with_sharing(section: HeadsSection, model: PreTrainedModel) -> tuple[HeadsSe
     share = section.num_heads * weight.nbytes / model.get_memory_footprint()
     shared = section.shared_lm_head
     if shared is None:
-        shared = share >= _LARGE if section.init is None else read_config(local_folder(section.init)).shared_lm_head
+        large = share >= _LARGE or section.num_heads * weight.numel() >= _MANY
+        shared = large if section.init is None else read_config(local_folder(section.init)).shared_lm_head
     size = f"separate lm_heads {'would ' * shared}have {share:.0%} of the target's size"
     said = f"the heads {'share' if shared else 'do not share'} the target's lm_head: {size} (heads.shared_lm_head)"
     return section.model_copy(update={"shared_lm_head": shared}), said

@@ -19,7 +19,8 @@ class HeadsSection(Section):
     shared_lm_head: bool | None = None
     """True: heads consist only of residual blocks and share the target's lm_head, which makes the heads far smaller.
 
-    None: the heads share the target's lm_head if separate lm_heads would be at least half as large as the target.
+    None: the heads share the target's lm_head if separate lm_heads would be at least half as large as the target,
+    or would have at least a billion parameters.
     """
     vocabulary: Annotated[int, Field(ge=1)] | None = None
     """Largest number of tokens that the heads can write: the most frequent tokens of the data. The heads get copies of
