@@ -110,15 +110,15 @@ class Eagle3Config:
 
     def frequencies(self) -> tuple[torch.Tensor, float]:
         """Return the rotary embedding's frequencies, (head_dim / 2,) in fp32, and the factor on cosine and sine."""
-        rotary = LlamaRotaryEmbedding(
-            LlamaConfig(
-                hidden_size=self.num_attention_heads * self.head_dim,
-                num_attention_heads=self.num_attention_heads,
-                head_dim=self.head_dim,
-                max_position_embeddings=self.max_position_embeddings,
-                rope_parameters=dict(self.rope_parameters),
-            )
+        config = LlamaConfig(
+            hidden_size=self.num_attention_heads * self.head_dim,
+            num_attention_heads=self.num_attention_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_position_embeddings,
+            rope_parameters=dict(self.rope_parameters),
         )
+        with torch.device("cpu"):  # also while a draft without weights is made
+            rotary = LlamaRotaryEmbedding(config)
         return rotary.inv_freq, rotary.attention_scaling
 
     def for_target(self, target: CausalLM) -> "Eagle3Config":

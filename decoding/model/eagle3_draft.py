@@ -209,11 +209,10 @@ class Eagle3Draft(nn.Module):
         the dtype.
         """
         config, header = read_described(folder)
-        draft = Eagle3Draft(config)
-        weights = {
-            _ours(name): tensor for name, tensor in read_weights(folder, REMEDY).items() if _ours(name) in header
-        }
-        draft.load_state_dict({"d2t": draft.d2t, **weights})
+        weights = {_ours(name): part for name, part in read_weights(folder, REMEDY).items() if _ours(name) in header}
+        with torch.device("meta"):  # random weights, which a CPU makes slowly, would be overwritten
+            draft = Eagle3Draft(config)
+        draft.load_state_dict({"d2t": torch.zeros(config.draft_vocab_size, dtype=torch.long), **weights}, assign=True)
         check_d2t(draft.d2t, config.vocab_size, folder, REMEDY)
         draft.to(dtype)
         check_finite(draft.state_dict(), f"{folder} in {dtype}", "use an earlier checkpoint, or train the draft again")
