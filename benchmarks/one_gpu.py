@@ -38,8 +38,10 @@ from trainer.target.teacher_cache import TeacherOrigin
 
 CARDS = {"RTX 4090": (24, 165, 1008), "L40S": (48, 362, 864), "H100": (80, 989, 3350)}
 """Memory in GB, dense bf16 TFLOPS and memory bandwidth in GB/s, as published by NVIDIA (taken on `READ`)."""
-ASSUMED = {"prompt": 256, "answer": 768, "flops": 0.35, "bandwidth": 0.6, "spare_gb": 4, "texts": 256, "evening_h": 6}
-"""Tokens of a text, shares of a card's peaks, GB left for activations, most texts at a time, and hours."""
+ASSUMED = {"prompt": 256, "answer": 768, "flops": 0.35, "bandwidth": 0.6, "spare_gb": 4, "slot": 65}
+ASSUMED |= {"texts": 256, "evening_h": 6}
+"""Tokens of a text, shares of a card's peaks, GB left for the loss, bytes that autograd keeps of a slot in a layer for
+each unit of width (counted on a CPU with bf16 autocast), most texts at a time, and hours."""
 _SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936},
     "llama": {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
@@ -133,7 +135,8 @@ def published(folder: str, kind: str, target: CausalLM, tokenizer: Any) -> dict[
     read = 2 * text * (count(target.model) - embedding - idle)
     trained = labels * (6 * count(layers) + lm_head) + 6 * text * count(draft.fc)
     flops = recipe.training.steps * recipe.training.batch_size * (read + trained)
-    memory = (2 * count(target.model) + 16 * count(draft)) / 1e9 + ASSUMED["spare_gb"]
+    kept = labels * (section.dspark.layers if section.dspark else 1) * ASSUMED["slot"] * shape.hidden_size
+    memory = (2 * count(target.model) + 18 * count(draft) + kept) / 1e9 + ASSUMED["spare_gb"]  # 2 bytes: bf16 copies
     hours = {
         card: flops / (ASSUMED["flops"] * tflops * 1e12) / 3600 if memory <= size else None
         for card, (size, tflops, _) in CARDS.items()
