@@ -21,8 +21,8 @@ from rich.table import Table
 from trainer.cli import app
 
 BOUNDS = {
-    "product": 27_200,
-    "tests": 28_150,
+    "product": 27_260,
+    "tests": 28_300,
     "benchmarks and scripts": 4_100,
     "words of README and docs": 26_000,
     "commands": 15,
