@@ -229,3 +229,16 @@ def test_answers_that_the_target_wrote_are_trained_by_the_tokens_it_wrote(
     del row["answer_tokens"], row["truncated"]
     (again,) = load_dataset(write_rows(tmp_path / "rows.jsonl", [row]), section, tokenizer).examples
     assert again.tokens[-3:].tolist() == [4, 5, 1]
+
+
+def test_recorded_tokens_are_trained_even_if_the_template_rejects_the_conversation(tmp_path: Path) -> None:
+    """Llama 3.1's template rejects two calls of tools in one message, which a server may write."""
+    row = {
+        "messages": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "a"}],
+        "prompt_tokens": [[6]],
+        "answer_tokens": [[4]],
+    }
+    tokenizer = tiny_tokenizer("{{ raise_exception('one call only') }}")
+    section = DataSection(train="x", heldout="x")
+    (example,) = load_dataset(write_rows(tmp_path / "rows.jsonl", [row]), section, tokenizer).examples
+    assert example.tokens.tolist() == [6, 4, 1]

@@ -115,7 +115,8 @@ def untrained_drafters(
         anything = str(tokenizer.convert_ids_to_tokens(0))  # the costs do not depend on this token
         config = dspark_config(target, tokenizer, DSparkSection(block_size=DEEPEST, mask_token=anything))
         config.check_fits(target)
-        made = DSparkDraft(config).to(target.device, target.dtype).eval()
+        with target.device:  # a CPU would draw the random weights of an 8B target's draft for many seconds
+            made = DSparkDraft(config).to(target.dtype).eval()
         return drafter_of(made, DEEPEST), _parameters(made)
 
     def draft() -> tuple[Drafter, int]:

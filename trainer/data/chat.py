@@ -258,8 +258,12 @@ class ChatTemplate:
         return tuple(tokens)
 
     def ends_in(self, messages: Messages, end: int) -> bool:
-        """Return True if the template writes the token ``end`` after the last answer."""
-        return self._render(messages).rstrip().endswith(str(self._tokenizer.convert_ids_to_tokens(end)))
+        """Return True if the template writes the token ``end`` after the last answer, or rejects the messages."""
+        try:
+            text = self._render(messages)
+        except (TemplateError, TypeError):  # the tokens of prompts and answers are known without the template
+            return True
+        return text.rstrip().endswith(str(self._tokenizer.convert_ids_to_tokens(end)))
 
     def encode(self, messages: Messages, where: str, cut_off: bool = False) -> list[Marked]:
         """Return one sequence, or one sequence per answer; ``where`` names the row in errors.
