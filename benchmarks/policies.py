@@ -1,12 +1,12 @@
 """The default policy with every drafter: its speed relative to plain decoding and to always drafting.
 
 In a cell (target, temperature, batch size) plain decoding and each drafter with each policy decode the same group of
-prompts at the same time and take turns after every step. The seconds of a step are divided by those of plain decoding
-in the same round, so a machine that slows down for a while changes no ratio. Each kind of step (drafter, texts, drafted
-tokens) counts with its median cost in the cell, because single steps hiccup. So the work that a draft model does only
-after plain steps is not seen; heads and lookups have no such work. Prefills do not count, and texts do not end early.
-The default policy learns from turn to turn, and the first turn does not count. The widened target computes exactly the
-small target's function (`widen.py`).
+prompts at the same time and take turns after every step. The seconds of a step are divided by the median of the nearest
+three steps of plain decoding, so a machine that slows down for a while changes no ratio. Each kind of step (drafter,
+texts, drafted tokens) counts with its median cost in the cell, because single steps hiccup. So the work that a draft
+model does only after plain steps is not seen; heads and lookups have no such work. Prefills do not count, and texts do
+not end early. The default policy learns from turn to turn, and the first turn does not count. The widened target
+computes exactly the small target's function (`widen.py`).
 
     python benchmarks/policies.py --target FOLDER --draft FOLDER --heads markov=FOLDER --dspark FOLDER \\
         --prompts FILE.jsonl --output FILE.json

@@ -50,8 +50,11 @@ def fast_dtype() -> str:
 
 
 def default_device() -> torch.device:
-    """Return the first GPU, or the CPU if there is none."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Return the current GPU of this process, or the CPU if there is none.
+
+    The GPU has its number, because transformers reads weights in other threads, whose current GPU is the first one.
+    """
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def quantised(model: Model) -> Model:

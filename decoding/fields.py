@@ -244,7 +244,9 @@ def _checked(message: Any, where: str) -> Message:
     if any(flag not in (0, 1) for flag in flags):
         raise UserError(f"{where}: a message has {' and '.join(map(repr, flags))} as its weight: use 0 or 1")
     rest |= {} if all(flags) else UNTRAINED
-    content = "" if not content and UNSPOKEN & rest.keys() else _joined(content, where)
+    if content == [] and _ROLES.get(name) == "user":  # the only part was perhaps an image, and was left out
+        raise UserError(f"{where}: a message of the user has no parts: omit the row")
+    content = "" if content in (None, []) and UNSPOKEN & rest.keys() else _joined(content, where)
     if name is None or not isinstance(content, str):
         raise UserError(f"{where}: a message is {message!r:.60}, but its role and content must both be text")
     return {"role": _ROLES[name], "content": content, **rest}
@@ -259,8 +261,6 @@ def _joined(content: Any, where: str) -> Any:
     """Return a list of text parts as one text; anything else is returned unchanged."""
     if not isinstance(content, list):
         return content
-    if not content:  # the only part was perhaps an image, and was left out
-        raise UserError(f"{where}: a message has no parts: omit the row")
     kinds = [part.get("type") if isinstance(part, dict) else None for part in content]
     if others := sorted({str(kind) for kind in kinds if kind != "text"}):
         raise UserError(f"{where}: a message has parts of type {' and '.join(others)}, not only text: omit the row")

@@ -324,7 +324,7 @@ def policies_caption(report: Report) -> str:
     ratios = [row["default_over_plain"] for row in report["rows"] if row["target"] == target]
     kept = sum(ratio >= 0.97 for ratio in ratios)
     return (
-        f"{text(target)} in {report['dtype']}; {report['prompts']} prompts of {text(report['set'])}, "
+        f"{text(target)} in {report['dtype']}; prompts of {text(report['set'])}, "
         f"{report['max_new_tokens']} new tokens; the default policy has at least 0.97× in {kept} of {len(ratios)} "
         f"cells, and its lowest ratio is {number(min(ratios))}×; {machine_of(report)}"
     )

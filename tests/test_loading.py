@@ -38,6 +38,13 @@ def test_a_saved_model_is_read_in_the_dtype_asked_for(tmp_path: Path) -> None:
     assert model.dtype == torch.bfloat16 and not model.training
 
 
+def test_the_gpu_of_a_process_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers reads weights in other threads, whose current GPU is the first one."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 1)
+    assert default_device() == torch.device("cuda", 1)
+
+
 def test_weights_that_exceed_the_first_of_several_gpus_are_spread_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

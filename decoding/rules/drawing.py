@@ -30,10 +30,10 @@ def inverse_cdf(weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, 
 def in_parts(
     weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, " rows"], size: int = _PART
 ) -> Int[Tensor, " rows"]:
-    """Draw as `inverse_cdf` does: first a part of ``size`` tokens, then a token of this part.
+    """Draw with the probabilities of `inverse_cdf`, up to rounding: first a part of ``size`` tokens, then one of them.
 
-    By its source, a GPU computes a running sum or maximum of a row in one block of threads, one after another for 1,024
-    numbers. For 128k tokens, this takes longer than all other work of a draw.
+    By torch's source, one block of a GPU's threads computes the running sum or maximum of a whole row, 1,024 numbers at
+    a time. With 128k tokens this takes longer than all other work of a draw.
     """
     parts = F.pad(weights, (0, -weights.shape[1] % size)).unflatten(1, (-1, size))
     ends = F.pad(_cumulative(parts.sum(2, dtype=torch.float64)), (1, 0))

@@ -67,7 +67,7 @@ def compared(
     """Compare a server's answer with the text of a model that counts: after 3 come 4, 5, 6, 7. Token 0 ends a text."""
     tokenizer = byte_tokenizer(size=16)
     reference = Reference(CausalLM(counting_model()), SamplingConfig(temperature=1.0), (0,))
-    answer = Completion(text, ids, None, finish)
+    answer = Completion(text, ids, None, finish, message={"tool_calls": [{}]} if finish == "tool_calls" else {})
     return compare_texts(reference, [[3]], [ours], [answer], tokenizer, max_new_tokens=4)
 
 
@@ -75,6 +75,11 @@ def test_equal_texts_are_equal_by_their_ids_and_by_their_text() -> None:
     assert compared("", (4, 5, 6, 7)).status == "ok"
     assert compared("\x04\x05\x06\x07", None).status == "ok"
     assert compared("\x04\x05", None).status == "ok"  # cut off before
+
+
+def test_a_text_that_the_server_parsed_as_a_call_of_a_tool_is_not_compared() -> None:
+    assert compared("", None, "tool_calls").status == "open"
+    assert compared("", (4, 5, 6, 7), "tool_calls").status == "ok"  # the tokens are known
 
 
 @pytest.mark.parametrize(

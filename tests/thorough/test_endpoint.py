@@ -348,10 +348,18 @@ def test_what_a_killed_server_had_is_answered_by_the_other_with_the_same_seeds(t
     assert len(other.requests) <= 2 + 2 * (1 + RETRIES), "one that was not reached is asked last from then on"
 
 
-def test_a_later_turn_that_is_refused_ends_the_conversation_and_the_answers_before_it_stay(tmp_path: Path) -> None:
-    with serve(lambda request: (400, {}) if last_words(request) == "longer" else echo(request)) as endpoint:
-        summary = regenerate(options(tmp_path, endpoint.address, [["short", "longer"]]))
-    assert answers(tmp_path) == ["to short"] and (summary.answered, summary.unasked, summary.failed) == (1, 1, 0)
+def test_a_later_turn_that_is_too_long_ends_the_conversation_and_the_answers_before_it_stay(tmp_path: Path) -> None:
+    """A turn that is refused for another reason is set aside with the whole conversation."""
+    replies = {"longer": "the maximum context length is 8192 tokens", "tool": "unknown role"}
+
+    def reply(request: Any) -> Any:
+        reason = replies.get(last_words(request))
+        return echo(request) if reason is None else (400, {"error": {"message": reason}})
+
+    with serve(reply) as endpoint:
+        summary = regenerate(options(tmp_path, endpoint.address, [["short", "longer"], ["brief", "tool"]]))
+    assert answers(tmp_path) == ["to short"] and (summary.answered, summary.unasked, summary.failed) == (1, 1, 1)
+    assert "unknown role" in set_aside(tmp_path)[0]["reason"]
 
 
 def test_a_row_is_set_aside_only_if_every_endpoint_refuses_it(tmp_path: Path) -> None:

@@ -113,7 +113,11 @@ def _prompts(options: RegenerateOptions, watched: Console) -> _Prompts:
         say(watched, f"{options.prompts}: {name} on the Hub, licence {preset.licence}")
     if "/" not in name or Path(name).exists() or Path(name).suffix in (".jsonl", ".parquet"):
         bad = _BadRows()
-        deque(read_conversations(name, field, options.limit, 1, chat=True, on_bad=bad), maxlen=0)
+        try:
+            deque(read_conversations(name, field, options.limit, 1, chat=True, on_bad=bad), maxlen=0)
+        except UserError:  # the file cannot be read further, or has no usable row
+            if not bad.count:
+                raise
         if bad.count:
             raise UserError(bad.first + f"; {bad.count:,} rows cannot be used" * (bad.count > 1))
         return _Prompts(name, field, sha256_of(Path(name)), Path(name).name)

@@ -191,12 +191,12 @@ def with_sharing(section: HeadsSection, model: PreTrainedModel) -> tuple[HeadsSe
     """
     weight: Tensor = model.get_output_embeddings().weight
     # Bytes are counted, because quantised weights are packed and some are not parameters.
-    share = section.num_heads * weight.nbytes / model.get_memory_footprint()
+    share, count = section.num_heads * weight.nbytes / model.get_memory_footprint(), section.num_heads * weight.numel()
     shared = section.shared_lm_head
     if shared is None:
-        large = share >= _LARGE or section.num_heads * weight.numel() >= _MANY
+        large = share >= _LARGE or count >= _MANY
         shared = large if section.init is None else read_config(local_folder(section.init)).shared_lm_head
-    size = f"separate lm_heads {'would ' * shared}have {share:.0%} of the target's size"
+    size = f"separate lm_heads {'would ' * shared}have {count / 1e6:,.0f}M parameters, {share:.0%} of the target's size"
     said = f"the heads {'share' if shared else 'do not share'} the target's lm_head: {size} (heads.shared_lm_head)"
     return section.model_copy(update={"shared_lm_head": shared}), said
 

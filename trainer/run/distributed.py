@@ -72,7 +72,7 @@ class Runner:
 
     def step(self) -> list[float]:
         """Step the optimizers and set the gradients to zero; return the gradients' norm if `clip` did not return it."""
-        # Without its gradients DDP would make new ones beside its buckets, and copy them there at the end of a step.
+        # Gradients lie in DDP's buckets. If they were dropped, the next step would make a second set and copy it there.
         held = isinstance(self.module, DistributedDataParallel)
         for optimizer in self._optimizers:
             optimizer.step()

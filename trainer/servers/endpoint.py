@@ -39,12 +39,15 @@ class _Reply(NamedTuple):
 
 
 class _NoAnswer(Exception):
-    """A reply that has no text to train on, or an error instead of a reply; ``refused``: it is the same next time."""
+    """A reply that has no text to train on, or an error instead of a reply.
 
-    def __init__(self, problem: Problem, reason: str, refused: bool = False) -> None:
+    ``too_long``: the prompt does not fit into the context of any endpoint.
+    """
+
+    def __init__(self, problem: Problem, reason: str, too_long: bool = False) -> None:
         super().__init__(reason)
         self.problem: Problem = problem
-        self.refused = refused
+        self.too_long = too_long
 
 
 class EndpointBackend:
@@ -143,7 +146,7 @@ class EndpointBackend:
                 if replies[-1].truncated:
                     break
         except _NoAnswer as error:
-            if not (replies and error.refused):  # otherwise the answers before the refused turn are kept
+            if not (replies and error.too_long):  # otherwise the answers before the turn that is too long are kept
                 return FailedConversation(conversation, error.problem, str(error), again=True)
         answers, tokens = tuple(reply.message for reply in replies), sum(reply.tokens for reply in replies)
         ids, prompts = (
@@ -156,7 +159,7 @@ class EndpointBackend:
         """Return the next answer. Raises `_NoAnswer` if every endpoint fails, and UserError if none can be reached."""
         first = conversation.index % len(self._connections)
         in_turn = [*self._connections[first:], *self._connections[:first]]
-        problems, unreached, refused = list[str](), 0, 0
+        problems, unreached, too_long = list[str](), 0, 0
         for connection in sorted(in_turn, key=self._unreached.__contains__):
             try:
                 completion = await connection.ask(self._request(conversation, answers))
@@ -166,7 +169,7 @@ class EndpointBackend:
                 if fatal := connection.fatal(error):
                     raise fatal from None
                 problems.append(connection.explained(error))
-                refused += isinstance(error, REFUSED)
+                too_long += isinstance(error, REFUSED) and "context" in str(error).lower()  # as all servers say
                 if isinstance(error, APIConnectionError):
                     self._unreached.add(connection)
                     unreached += 1
@@ -179,7 +182,7 @@ class EndpointBackend:
                 f"{'; '.join(problems)}; finished answers are saved",
                 "check the endpoint, then run the same command again to resume",
             ) from None
-        raise _NoAnswer("failed", "; ".join(problems), refused == len(in_turn))
+        raise _NoAnswer("failed", "; ".join(problems), too_long == len(in_turn))
 
     def _check_model(self, model: str | None, host: str) -> None:
         """Raise UserError if the answer comes from another model than the first one: rows must not mix two models."""

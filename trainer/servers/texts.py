@@ -168,19 +168,20 @@ def compare_texts(
     ``reference`` is the target at temperature 1, with its end-of-text tokens. ``ours`` are the target's greedy texts;
     they help to tokenize answers that came as text only.
     """
-    eos = reference.eos_token_ids
-    texts = [
-        EngineText(tuple(prompt), tokens_of(answer, text, tokenizer, eos))
-        for prompt, text, answer in zip(prompts, ours, answers, strict=True)
-    ]
+    eos, together = reference.eos_token_ids, zip(prompts, ours, answers, strict=True)
+    # If the server parsed calls of tools, the text that the model wrote is not known.
+    known = [row for row in together if row[2].token_ids is not None or not row[2].message.get("tool_calls")]
+    if not known:
+        return undecided(TEXT, "the server parsed all answers as calls of tools, so their texts are not known")
+    texts = [EngineText(tuple(prompt), tokens_of(answer, text, tokenizer, eos)) for prompt, text, answer in known]
     identity = greedy_identity(reference, cut_at_ends(reference, texts, max_new_tokens))
     fault, dtype = identity.figures["first_fault"], reference.target.dtype
     if fault is not None:  # texts of another model also end elsewhere
         fp32 = dtype == torch.float32 and identity.figures["widest_fault"] <= near_tie(torch.bfloat16)
         remedy = _OTHER_DTYPE if fp32 else _OTHER_END if {fault["token"], fault["best"]} & set(eos) else _OTHER_MODEL
         return replace(identity, check=TEXT, remedy=remedy)
-    rows = zip(texts, answers, strict=True)  # a server may also stop because its context is full
-    whole = [text for text, answer in rows if answer.finish_reason != "length" or set(text.tokens) & set(eos)]
+    rows = zip(texts, known, strict=True)  # a server may also stop because its context is full
+    whole = [text for text, (_, _, answer) in rows if answer.finish_reason != "length" or set(text.tokens) & set(eos)]
     ended = ends(reference, whole, max_new_tokens)
     if not ended.passed:
         return replace(ended, check=TEXT, remedy=_OTHER_END)

@@ -142,9 +142,14 @@ class TargetBackend:
         try:
             messages, tools = conversation.open_after(text.answers), conversation.tools
             prompt = conversation.spelled or encode_prompt(messages, self._tokenizer, conversation.chat, tools=tools)
-            check_prompt(self._target, prompt, self._config.max_new_tokens)
         except (TemplateError, UserError) as error:
             text.problem = str(error)
+            return None
+        try:
+            check_prompt(self._target, prompt, self._config.max_new_tokens)
+        except UserError as error:
+            text.ended = bool(text.answers)  # the answers before a turn that is too long are kept
+            text.problem = None if text.ended else str(error)
             return None
         return prompt
 
@@ -176,7 +181,7 @@ class _Text:
         return not broken_off and self.conversation.goes_on(self.answers, spelled=True)
 
     def outcome(self) -> Outcome:
-        if self.problem is not None and not self.answers:
+        if self.problem is not None:
             return FailedConversation(self.conversation, "failed", self.problem)
         tokens = sum(map(len, self.answer_tokens))
         own = tuple(self.answer_tokens)
