@@ -1,7 +1,7 @@
 """Hook of the documentation site: writes reference pages from the code when the site is built.
 
 Commands come from the typer application, drafters from their registry, and recipe keys from their classes. In the
-repository, a page contains a sentence that says where the generated text is; the hook replaces this sentence by the text.
+repository, a page contains a sentence that says where the generated text is. The hook replaces this sentence.
 """
 
 # ruff: noqa: E402  # the repository is added to the path before its packages are imported
