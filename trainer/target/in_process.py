@@ -72,7 +72,7 @@ class TargetBackend:
             yield self._write([text for text in texts if text.is_open and text.lacks_turn], seed, on_tokens)
             asked = [text for text in texts if text.is_open]
             ready = [(text, prompt) for text in asked if (prompt := self._prompt(text))]
-            yield [text.outcome() for text in asked if text.problem is not None]
+            yield [text.outcome() for text in asked if not text.is_open]
             for text, answer in self._decoded(ready, self._config, seed, on_tokens):
                 said, text.truncated = self._said(answer, self._config)
                 text.answers.append(answer_message(said))
