@@ -19,7 +19,11 @@ Render = Callable[[list[dict[str, str]]], Sequence[int]]
 
 @dataclass
 class SpeculatingServer:
-    """The script of a `scripted_endpoint.serve`. ``sampling``: the drafter above temperature 0, if it differs."""
+    """The script of a `scripted_endpoint.serve`. ``sampling``: the drafter above temperature 0, if it differs.
+
+    ``whole``: draft and count whole chains even if they go beyond the longest text, as vLLM does. llama.cpp drafts only
+    as many tokens as the text has room for.
+    """
 
     target: CausalLM
     tokenizer: PreTrainedTokenizerBase
@@ -27,6 +31,7 @@ class SpeculatingServer:
     render: Render
     sampling: Drafter | None = None
     tokens: int = 3
+    whole: bool = True
     eos: tuple[int, ...] = (0,)
     tells_ids: bool = True
     has_page: bool = True
@@ -68,19 +73,21 @@ class SpeculatingServer:
     def _answer(self, body: dict[str, Any]) -> Reply:
         ids = self._ids(body)
         sampling = SamplingConfig(temperature=body["temperature"])
-        config = DecodingConfig(body["max_tokens"], sampling, eos_token_ids=self.eos, seed=body["seed"])
+        most, beyond = body["max_tokens"], self.whole * self.tokens
+        config = DecodingConfig(most + beyond, sampling, eos_token_ids=self.eos, seed=body["seed"])
         drafter = self.drafter if sampling.greedy or self.sampling is None else self.sampling
         text = Engine(self.target, drafter).decode(ids, config)
         for step in text.steps:
-            if step.drafted:
+            if step.drafted and step.room >= beyond:
                 self.drafts += 1
                 self.drafted += step.drafted
                 self.accepted += step.accepted
                 self.reached = [count + (step.accepted > place) for place, count in enumerate(self.reached)]
-        ended = text.tokens[-1] in self.eos
-        written = self.tokenizer.decode(list(text.tokens), skip_special_tokens=True)
+        tokens = text.tokens[:most]
+        ended = tokens[-1] in self.eos
+        written = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         choice: dict[str, Any] = {"index": 0, "finish_reason": "stop" if ended else "length"}
         choice |= {"message": {"role": "assistant", "content": written}} if "messages" in body else {"text": written}
         if self.tells_ids:
-            choice |= {"token_ids": list(text.tokens), "prompt_token_ids": list(ids)}
+            choice |= {"token_ids": list(tokens), "prompt_token_ids": list(ids)}
         return 200, {"id": "1", "choices": [choice], "usage": {"prompt_tokens": len(ids)}}

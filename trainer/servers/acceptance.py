@@ -31,7 +31,7 @@ _OTHER = (
 
 @dataclass(frozen=True)
 class LoopAcceptance:
-    """Acceptance measured in the real loop, with chains of ``tokens`` drafted tokens, over ``texts`` texts."""
+    """Acceptance in the real loop, over the passes of ``texts`` texts with a draft; chains have ``tokens`` tokens."""
 
     acceptance: Acceptance
     tokens: int
@@ -39,8 +39,8 @@ class LoopAcceptance:
 
     @property
     def length(self) -> float:
-        """Tokens per target pass with a full draft: 1 + the sum of unconditional acceptance over all positions."""
-        return 1 + sum(estimate.value for estimate in self.acceptance.unconditional)
+        """1 + accepted tokens / passes with a draft, as in servers."""
+        return self.acceptance.acceptance_length
 
     @property
     def binomial(self) -> float:
@@ -76,19 +76,16 @@ def compare_positions(ours: LoopAcceptance, server: Counts) -> list[Position]:
     """Compare the shares of drafts accepted up to each position, using the binomial errors of both sides.
 
     The errors are widened by the ratio of bootstrap to binomial error, because passes of the same text are similar.
-    They are also widened by one draft per text, because servers count drafted tokens after the end of a text and our
-    loop does not.
+    They are also widened by one draft per text, because servers differ in what they count at the end of a text.
     """
-    drafts, estimates, positions = server.drafts or 0, ours.acceptance.unconditional, []
-    for index, reached in enumerate(server.reached[: ours.tokens] if drafts else ()):
-        mine, trials = 0.0, max(ours.acceptance.passes, 1)  # no draft was accepted up to here
-        if index < len(estimates):
-            mine, trials = estimates[index].value, estimates[index].observations
+    drafts, trials, positions = server.drafts or 0, max(ours.acceptance.passes, 1), list[Position]()
+    shares = [estimate.value for estimate in ours.acceptance.reached] + [0.0] * ours.tokens
+    for mine, reached in zip(shares, server.reached[: ours.tokens] if drafts else (), strict=False):
         theirs = reached / drafts
         pooled = (mine * trials + reached) / (trials + drafts)
         error = ours.widened * math.sqrt(max(pooled * (1 - pooled), 0.0) * (1 / trials + 1 / drafts))
         real = abs(theirs - mine) - ours.texts / drafts > _Z * error
-        positions.append(Position(index + 1, mine, theirs, real))
+        positions.append(Position(len(positions) + 1, mine, theirs, real))
     return positions
 
 

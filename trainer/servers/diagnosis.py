@@ -322,16 +322,23 @@ def _explained(replay: Replay, draft: Draft, counted: ServerCounts, finding: Fin
 
 
 def _loop_acceptance(replay: Replay, counted: ServerCounts, sampled: bool) -> LoopAcceptance:
-    """Decode the prompts in the real loop.
+    """Decode the prompts in the real loop, and count passes with a draft.
 
-    The chain is as long as the server's chain or, if that is unknown, as the spec says.
+    The chain is as long as the server's chain or, if that is unknown, as the spec says. If all of the server's drafts
+    are whole, as in vLLM, drafts here may also go beyond the longest text, and all accepted tokens count.
     """
     counts = counted.counts
     per_draft = round(counts.drafted / counts.drafts) if counts.drafts and counts.drafted else None
     tokens = replay.speculator.chain_length(counts.tokens or replay.speculator.named.tokens or per_draft)
-    config = replace(replay.config, sampling=SamplingConfig(temperature=counted.temperature))
+    beyond, limits = 0, (replay.target.max_positions, replay.speculator.max_positions)
+    if counts.drafted == tokens * (counts.drafts or 0):
+        longest = max(map(len, replay.prompts)) + replay.config.max_new_tokens
+        beyond = min([tokens, *(limit - longest for limit in limits if limit is not None)])
+    sampling = SamplingConfig(temperature=counted.temperature)
+    config = replace(replay.config, sampling=sampling, max_new_tokens=replay.config.max_new_tokens + beyond)
     drafter = replay.speculator.chain(tokens, sampled)
-    accepted = acceptance(count_steps(replay.target, drafter, replay.prompts, config, _BATCH))
+    texts = count_steps(replay.target, drafter, replay.prompts, config, _BATCH)
+    accepted = acceptance([[step for step in text if step.drafted and step.room >= beyond] for text in texts])
     if not accepted.passes:
-        raise UserError("every text ended after its first token; pass prompts with longer answers")
+        raise UserError("no text was long enough for a draft; pass prompts with longer answers")
     return LoopAcceptance(accepted, tokens, len(replay.prompts))

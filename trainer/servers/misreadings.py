@@ -240,9 +240,11 @@ def misread(check: str, target: CausalLM, weights: Weights, texts: Sequence[Sequ
         if _fits_better(theirs, hits) and theirs.sum() > most_frequent.sum():
             shares[name] = float(theirs.float().mean())
     if shares:
-        best = max(shares, key=lambda name: shares[name])
-        remedy = f"the draft was trained with {best}: correct its config.json, or train the draft as its config says"
-        return problem(check, f"{told}, but in {shares[best]:.1%} with {best}", remedy_of([best], remedy))
+        most = max(shares.values())
+        best = [name for name in shares if shares[name] == most]
+        named = " or ".join(best)
+        remedy = f"the draft was trained with {named}: correct its config.json, or train the draft as its config says"
+        return problem(check, f"{told}, but in {most:.1%} with {named}", remedy_of(best, remedy))
     if _fits_better(most_frequent, hits):
         remedy = "pass the target of the training, or train on this target"
         told += (
