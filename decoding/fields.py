@@ -244,7 +244,7 @@ def _checked(message: Any, where: str) -> Message:
     if any(flag not in (0, 1) for flag in flags):
         raise UserError(f"{where}: a message has {' and '.join(map(repr, flags))} as its weight: use 0 or 1")
     rest |= {} if all(flags) else UNTRAINED
-    if content == [] and _ROLES.get(name) == "user":  # the only part was perhaps an image, and was left out
+    if content == [] and _ROLES.get(name or "") == "user":  # the only part was perhaps an image, and was left out
         raise UserError(f"{where}: a message of the user has no parts: omit the row")
     content = "" if content in (None, []) and UNSPOKEN & rest.keys() else _joined(content, where)
     if name is None or not isinstance(content, str):
