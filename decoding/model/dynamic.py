@@ -153,9 +153,8 @@ class DynamicSteps:
             if last is None or kept is None:
                 last = output
                 continue
-            runs = torch.tensor([bool(piece) for piece in pieces]).to(self._model.device, non_blocking=True)[
-                :, None, None
-            ]
+            runs = torch.tensor([bool(piece) for piece in pieces])[:, None, None]
+            runs = runs.to(self._model.device, non_blocking=True)
             hidden = torch.where(runs, output.hidden, last.hidden)
             last = ModelOutput(hidden, torch.where(runs, output.logits, last.logits))
         assert last is not None, "there is no token to append"

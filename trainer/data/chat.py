@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
@@ -243,10 +244,9 @@ class ChatTemplate:
         return tuple(name for name, (template, others) in without.items() if self._is_same(messages, template, others))
 
     def _is_same(self, messages: Messages, template: "ChatTemplate", others: Messages) -> bool:
-        try:
+        with suppress(TemplateError, TypeError):  # raised if the template needs the removed field
             return self._render(messages) == template._render(others)
-        except (TemplateError, TypeError):  # raised if the template needs the removed field
-            return False
+        return False
 
     def prompt(self, messages: Messages, where: str) -> tuple[int, ...]:
         """Return the tokens that prompt for an answer to ``messages``; ``where`` names the row in errors."""
@@ -254,16 +254,13 @@ class ChatTemplate:
             text = self._asking(messages, where)
         except (TemplateError, TypeError) as error:
             raise UserError(f"{where}: the chat template rejects this conversation: {error}") from error
-        tokens: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return tuple(tokens)
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def ends_in(self, messages: Messages, end: int) -> bool:
         """Return True if the template writes the token ``end`` after the last answer, or rejects the messages."""
-        try:
-            text = self._render(messages)
-        except (TemplateError, TypeError):  # the tokens of prompts and answers are known without the template
-            return True
-        return text.rstrip().endswith(str(self._tokenizer.convert_ids_to_tokens(end)))
+        with suppress(TemplateError, TypeError):  # the tokens of prompts and answers are known without the template
+            return self._render(messages).rstrip().endswith(str(self._tokenizer.convert_ids_to_tokens(end)))
+        return True
 
     def encode(self, messages: Messages, where: str, cut_off: bool = False) -> list[Marked]:
         """Return one sequence, or one sequence per answer; ``where`` names the row in errors.

@@ -333,7 +333,7 @@ def _loop_acceptance(replay: Replay, counted: ServerCounts, sampled: bool) -> Lo
     beyond, limits = 0, (replay.target.max_positions, replay.speculator.max_positions)
     if counts.drafted == tokens * (counts.drafts or 0):
         longest = max(map(len, replay.prompts)) + replay.config.max_new_tokens
-        beyond = min([tokens, *(limit - longest for limit in limits if limit is not None)])
+        beyond = max(0, min([tokens, *(limit - longest for limit in limits if limit is not None)]))
     sampling = SamplingConfig(temperature=counted.temperature)
     config = replace(replay.config, sampling=sampling, max_new_tokens=replay.config.max_new_tokens + beyond)
     drafter = replay.speculator.chain(tokens, sampled)

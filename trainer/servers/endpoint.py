@@ -56,9 +56,9 @@ class EndpointBackend:
 
     Conversations are dealt to the endpoints in rotation. If an endpoint rejects a request, or still fails after the
     client's retries, the next endpoint gets it. An endpoint that could not be reached is asked last from then on. If a
-    request fails at all endpoints, its conversation is set aside; if all of them reject a later turn, for example
-    because it is too long, the conversation ends with the answer before it. A wrong key, an unknown model, or a request
-    that reaches no endpoint ends the run.
+    request fails at all endpoints, its conversation is set aside; if a later turn is too long for all of them, the
+    conversation ends with the answer before it. A wrong key, an unknown model, or a request that reaches no endpoint
+    ends the run.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class EndpointBackend:
                 if fatal := connection.fatal(error):
                     raise fatal from None
                 problems.append(connection.explained(error))
-                too_long += isinstance(error, REFUSED) and "context" in str(error).lower()  # as all servers say
+                too_long += isinstance(error, REFUSED) and "context" in str(error).lower()
                 if isinstance(error, APIConnectionError):
                     self._unreached.add(connection)
                     unreached += 1
