@@ -41,7 +41,7 @@ with stand_ins() as MISSING:
 
     from decoding.measure.machine import commit
 
-SCHEMA = "headstart-gpu-suite/4"
+SCHEMA = "headstart-gpu-suite/5"
 
 
 class Step(NamedTuple):
@@ -55,6 +55,7 @@ STEPS: dict[str, Step] = {
     "machine": Step(10, measure.machine),
     "tests": Step(110, measure.gpu_tests),
     "decoding, 8B": Step(50, partial(measure.decoding, size="8B")),
+    "kernels, 8B": Step(10, partial(measure.kernels, size="8B")),
     "decoding, 1B": Step(20, partial(measure.decoding, size="1B")),
     "training, 8B, dspark": Step(35, partial(measure.training, size="8B", kind="dspark")),
     "training, 8B, heads": Step(50, partial(measure.training, size="8B", kind="heads")),
@@ -62,10 +63,10 @@ STEPS: dict[str, Step] = {
     "speculation, 8B": Step(45, partial(measure.speculation, size="8B")),
     "verification, 8B": Step(20, partial(measure.verification, size="8B")),
     "losses": Step(10, measure.losses),
-    "speculation, 1B": Step(20, partial(measure.speculation, size="1B")),
-    "training, 1B, heads": Step(15, partial(measure.training, size="1B", kind="heads")),
+    "speculation, 1B": Step(15, partial(measure.speculation, size="1B")),
+    "training, 1B, heads": Step(11, partial(measure.training, size="1B", kind="heads")),
     "verification, 1B": Step(10, partial(measure.verification, size="1B")),
-    "compiled transformers, 8B": Step(30, partial(measure.decoding, size="8B", compiled=True)),
+    "compiled, 8B": Step(35, partial(measure.compiled, size="8B")),
 }
 """Steps, the most important first."""
 

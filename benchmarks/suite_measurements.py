@@ -30,6 +30,7 @@ from suite_models import (
     weight_bytes,
 )
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import StoppingCriteriaList
 
@@ -40,6 +41,7 @@ from decoding.metrics import acceptance
 from decoding.model.causal_lm import CausalLM
 from decoding.model.cost_curve import measure_costs
 from decoding.rules.sampling import SamplingConfig
+from decoding.rules.tree import TokenTree
 from trainer.data.batch import Example, collate
 from trainer.drafts.dspark_training import DSparkObjective
 from trainer.heads.medusa1 import MedusaObjective
@@ -216,6 +218,53 @@ def decoding(bench: Bench, size: str, compiled: bool = False) -> Measurements:
         for name, run in ({"compiled": partial(theirs, static=True)} if compiled else plain).items():
             yield f"context {context}, batch {batch}, {name}", partial(measured, run)
             free()
+
+
+def compiled(bench: Bench, size: str) -> Measurements:
+    """Measure plain decoding with graphs of layers that `torch.compile` has fused, and compiled transformers."""
+    model, new, (context, batch) = counting_model(bench, size), bench.pick(48, 3), _cells(bench)[0]
+    for layer in model.model.layers:
+        layer.compile(dynamic=False, backend=bench.pick("inductor", "eager"))
+    read = weight_bytes(model) + batch * cache_bytes(model, context + new / 2)
+
+    def run() -> Any:
+        found = _ours(CausalLM(model, static="graphs"), None, [bench.text(context, 0)], DecodingConfig(new))
+        return _against_memory(bench, found, read, batch)
+
+    yield f"context {context}, batch {batch}, graphs of compiled layers", run
+    del model
+    free()
+    yield from decoding(bench, size, compiled=True)
+
+
+def kernels(bench: Bench, size: str) -> Measurements:
+    """List the kernels of a plain step and of a pass over `DRAFTED` + 1 tokens, the longest first."""
+    context, passes = _cells(bench)[0][0], 4
+    target = CausalLM(counting_model(bench, size), static="graphs")
+    cache = target.new_cache(2 * context)
+    target.prefill([bench.text(context, 0)], cache)
+
+    def run(nodes: int) -> dict[str, Any]:
+        tree = TokenTree.chain(range(nodes))
+
+        def steps() -> None:
+            for _ in range(passes):
+                target.verify([tree], cache)
+                cache.truncate(0, context)
+
+        timed(steps)  # records the graph
+        seconds, _ = timed(steps)
+        with profile(activities=[ProfilerActivity.CPU, *bench.pick([ProfilerActivity.CUDA], [])]) as profiled:
+            timed(steps)
+        spent = bench.pick("self_device_time_total", "self_cpu_time_total")  # in microseconds
+        rows = [(getattr(event, spent) / passes, event.count / passes, event.key) for event in profiled.key_averages()]
+        rows = sorted((row for row in rows if row[0]), reverse=True)
+        busy, count = sum(row[0] for row in rows) / 1000, sum(row[1] for row in rows)
+        longest = [f"{micros:.1f} us, {calls:g} x {name[:100]}" for micros, calls, name in rows[:30]]
+        return {"ms": 1000 * seconds / passes, "busy_ms": busy, "kernels": count, "output": longest}
+
+    for nodes in (1, 1 + DRAFTED):
+        yield f"{nodes} tokens, context {context}", partial(run, nodes)
 
 
 def verification(bench: Bench, size: str) -> Measurements:

@@ -23,7 +23,7 @@ from trainer.cli import app
 BOUNDS = {
     "product": 27_260,
     "tests": 28_300,
-    "benchmarks and scripts": 4_100,
+    "benchmarks and scripts": 4_130,
     "words of README and docs": 26_000,
     "commands": 15,
     "options of all commands": 175,

@@ -42,7 +42,7 @@ def test_the_suite_pretends_with_torch_and_transformers_alone(tmp_path: Path) ->
     assert done.stdout.endswith("Nothing is left.\n"), done.stdout
     assert sorted(path.name for path in output.iterdir()) == ["suite.json", "suite.md"]
     report = read(output)
-    assert report["schema"] == "headstart-gpu-suite/4" and report["pretended"]
+    assert report["schema"] == "headstart-gpu-suite/5" and report["pretended"]
     assert list(report["steps"]) == list(gpu_suite.STEPS)
     errors = {name: step["errors"] for name, step in report["steps"].items() if step["errors"]}
     assert errors == {"tests": {"tests/gpu": "not installed: pytest"}}
@@ -70,7 +70,8 @@ def check_figures(steps: dict[str, dict[str, Any]]) -> None:
         assert len(trained) == 3 and all(row["last_loss"] < row["first_loss"] for row in trained.values())
         online, stored = steps[f"training, {size}, heads"].values()
         assert online["flop_per_step"] > stored["flop_per_step"] and online["first_loss"] == stored["first_loss"]
-    assert len(steps["compiled transformers, 8B"]) == 1
+    assert len(steps["compiled, 8B"]) == 2
+    assert all(step["kernels"] and step["output"] for step in steps["kernels, 8B"].values())
     fused, plain = steps["losses"].values()
     assert fused["loss"] == pytest.approx(plain["loss"], rel=1e-5)
 
