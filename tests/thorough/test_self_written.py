@@ -100,6 +100,13 @@ def test_the_counts_add_up_and_are_recorded_with_the_answers(finished: Path) -> 
     assert described_prompts(finished) == [told], "of a folder too"
 
 
+def test_a_larger_number_adds_prompts_and_keeps_the_answers(models: Path, finished: Path, tmp_path: Path) -> None:
+    assert regenerate(options(tmp_path, models / "chat", "self:5")).rows == 5
+    assert regenerate(options(tmp_path, models / "chat", "self:12")).before == 5
+    assert rows(tmp_path / "answers.jsonl") == rows(finished / "answers.jsonl")
+    assert described_prompts(tmp_path / "answers.jsonl") == described_prompts(finished / "answers.jsonl")
+
+
 def test_a_folder_of_answers_is_read_without_the_draws(finished: Path) -> None:
     assert [file.name for file in open_source(str(finished), DataSection(train="", heldout="")).files] == [
         "answers.jsonl"

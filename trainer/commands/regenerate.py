@@ -140,7 +140,7 @@ def _self_written(
         draws.resume(file)
         answer(draws, draws.conversations(), file, watched, title="writing prompts")
     say(watched, f"{options.prompts}: {draws.told()}")
-    sha256 = fingerprint_of(draws.prompts)
+    sha256 = fingerprint_of([how, sorted(draws.others)])  # not of the prompts: a larger number only adds prompts
     rows = [{"prompt": prompt} for prompt in draws.prompts]
     return _Prompts(options.prompts, None, sha256, {"written_by": "the target", **how, **draws.counts()}, rows)
 

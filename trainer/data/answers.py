@@ -193,7 +193,8 @@ def _begin(path: Path, set_aside: Path, settings: dict[str, Any], about: dict[st
     """Record the settings of the answers, or check that they equal the settings of an existing file."""
     meta = path.with_name(path.name + _META)
     try:
-        written = json.loads(meta.read_bytes())["settings"]
+        content = json.loads(meta.read_bytes())
+        written = content["settings"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         written = None
     if isinstance(written, dict):
@@ -203,6 +204,9 @@ def _begin(path: Path, set_aside: Path, settings: dict[str, Any], about: dict[st
                     f"{path} was started with {name} {written.get(name)!r}, not {settings.get(name)!r}",
                     "use the original settings, or another output",
                 )
+        if (prompts := about.get("prompts")) != content["about"].get("prompts"):  # the target has written more of them
+            content["about"]["prompts"] = prompts
+            write_text(meta, json.dumps(content, indent=2) + "\n")
         return
     if any(file.exists() and file.stat().st_size for file in (path, set_aside)):
         what = "is damaged" if meta.exists() else "is missing"

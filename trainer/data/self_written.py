@@ -150,7 +150,7 @@ class PromptDraws:
         self._first: dict[str, int] = {}
         """Maps the words of a prompt to the number of the first draw with these words."""
         others = () if wanted.without is None else read_conversations(wanted.without, None, None, 1, chat=True)
-        self._others = frozenset(_words(str(other.turns[0][-1]["content"])) for other in others)
+        self.others = frozenset(_words(str(other.turns[0][-1]["content"])) for other in others)
 
     def resume(self, answers: AnswerFile) -> None:
         """Read the draws of an earlier run."""
@@ -160,7 +160,7 @@ class PromptDraws:
 
     def _note(self, draw: int, text: str, fault: str | None) -> None:
         words = _words(text)
-        if fault is None and words in self._others:
+        if fault is None and words in self.others:
             fault = f"in {Path(str(self._wanted.without)).name}"
         if fault is not None:
             self._faults[draw] = fault
