@@ -222,6 +222,12 @@ def decoding(bench: Bench, size: str, compiled: bool = False) -> Measurements:
 
 def compiled(bench: Bench, size: str) -> Measurements:
     """Measure plain decoding with graphs of layers that `torch.compile` has fused, and compiled transformers."""
+    yield from _compiled_layers(bench, size)
+    free()
+    yield from decoding(bench, size, compiled=True)
+
+
+def _compiled_layers(bench: Bench, size: str) -> Measurements:
     model, new, (context, batch) = counting_model(bench, size), bench.pick(48, 3), _cells(bench)[0]
     for layer in model.model.layers:
         layer.compile(dynamic=False, backend=bench.pick("inductor", "eager"))
@@ -232,9 +238,6 @@ def compiled(bench: Bench, size: str) -> Measurements:
         return _against_memory(bench, found, read, batch)
 
     yield f"context {context}, batch {batch}, graphs of compiled layers", run
-    del model
-    free()
-    yield from decoding(bench, size, compiled=True)
 
 
 def kernels(bench: Bench, size: str) -> Measurements:
