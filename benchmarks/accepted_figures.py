@@ -1,7 +1,7 @@
 """Figures of `accepted.py` from its records: tokens per target pass, paired ratios, speed-ups, with 95% intervals.
 
-Intervals resample the prompts and, if there are several, the training seeds. Two arms are compared on their common
-prompts and seeds, pair by pair.
+Intervals resample the prompts and, if there are several, the training seeds. Two arms are compared on the prompts and
+seeds that both of them have, pair by pair.
 """
 
 import json
