@@ -70,8 +70,8 @@ class HeadstartModel:
     ) -> "HeadstartModel":
         """Load a target, and a drafter for it, from folders or the Hub.
 
-        Hub names are ORG/NAME or ORG/NAME@REVISION, also in ``drafter``: ``"heads:ORG/NAME@v1"``. ``local_files_only``
-        reads only the local cache.
+        Hub names are ORG/NAME or ORG/NAME@REVISION, and so are Hub names in ``drafter``: ``"heads:ORG/NAME@v1"``.
+        ``local_files_only`` reads only the local cache.
 
         ``drafter`` is written as for ``--drafter``: a registry name with path and options (``"lookup"``,
         ``"heads:runs/heads/final"``, ``"draft-tree:runs/draft/final,depth=5"``), or only the folder or Hub id of heads

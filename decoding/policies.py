@@ -158,7 +158,8 @@ class _Seconds:
         return bool(self._of) and (count < 2 or due)
 
     def cost(self, budget: Budget, drafted: int) -> float:
-        """Return the cost of a step with this budget, in plain steps, from recent steps with about as many tokens.
+        """Return the cost, in plain steps, of a step with this budget and number of drafted tokens. The cost is taken
+        from recent steps with about the same number of drafted tokens.
 
         The cost exceeds `_DEAREST` only if no step with the budget has cost less. Otherwise a hiccup or a slow spell of
         the machine would make drafts look expensive for a while. The method also records the lowest cost.

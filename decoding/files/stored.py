@@ -264,8 +264,8 @@ def _count_non_finite(tensor: Tensor) -> int:
 def without_d2t(
     header: Mapping[str, StoredTensor], outputs: int | None, folder: Path, remedy: str
 ) -> dict[str, StoredTensor]:
-    """Return a header without ``d2t``; raise UserError unless d2t has ``outputs`` whole numbers, or is missing if
-    ``outputs`` is None.
+    """Return a header without ``d2t``. Raise UserError unless d2t has ``outputs`` whole numbers; if ``outputs`` is
+    None, raise UserError unless d2t is missing.
     """
     rest = dict(header)
     stored, wanted = rest.pop("d2t", None), None if outputs is None else StoredTensor("I64", (outputs,))

@@ -124,7 +124,7 @@ def at(row: ReportRow, axis: Axis) -> int | None:
 
 
 def below_from(points: Sequence[tuple[int, float]]) -> int | None:
-    """Return the first position from which on all speed-ups are below 1.
+    """Return the first position at which the speed-up is below 1 and after which it stays below 1.
 
     Returns None if the last speed-up is not below 1, or if there is only one point.
     """
@@ -142,8 +142,8 @@ def below_from(points: Sequence[tuple[int, float]]) -> int | None:
 def answers(report: Report) -> list[str]:
     """Return one sentence for each setting.
 
-    The sentence names the fastest method, and the load or context from which on this method is slower than plain
-    decoding.
+    The sentence names the fastest method, and the load or context at which this method becomes slower than plain
+    decoding and stays slower.
     """
     return [_answer(report, setting) for setting in settings(report)]
 

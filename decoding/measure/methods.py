@@ -293,7 +293,7 @@ def transformers_generate(
     attention_mask = (torch.arange(longest, device=target.device) >= longest - lengths[:, None]).long()
     models = [target.model] if assistant is None else [target.model, assistant.model]
     options: dict[str, Any] = {} if assistant is None else {"assistant_model": assistant.model}
-    generate: Callable[..., Tensor] = target.model.generate  # type: ignore[assignment]  # a mixin's, not in the type
+    generate: Callable[..., Tensor] = target.model.generate  # type: ignore[assignment]  # the type lacks this method
     clock = _Clock()
     with (
         torch.random.fork_rng([target.device] if target.device.type == "cuda" else []),

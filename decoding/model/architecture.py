@@ -92,8 +92,8 @@ def check_static(static: str, device: torch.device) -> None:
 def static_of(choice: str, model: PreTrainedModel) -> str | None:
     """Translate the user's ``choice`` into the value of `CausalLM`'s argument ``static``.
 
-    ``auto`` means graphs only on a CUDA device and for a model that allows them. Raises UserError for a choice that
-    `check_static` rejects. `CausalLM` itself rejects a model that cannot run in this way.
+    ``auto`` means graphs if the device is a CUDA device and the model allows them, and dynamic shapes otherwise. Raises
+    UserError for a choice that `check_static` rejects. `CausalLM` itself rejects a model that cannot run in this way.
     """
     check_static(choice, model.device)
     if choice == "auto":

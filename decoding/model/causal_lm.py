@@ -254,9 +254,9 @@ class CausalLM:
     ) -> ModelOutput:
         """Run a tree after each row; each node attends to its row's prefix and its own path.
 
-        Row i runs its nodes from ``first[i]`` on; earlier nodes are cached, as in a tree drafted level by level.
-        Returns hidden states (rows, nodes, hidden) and logits (rows, nodes, vocab); smaller trees are padded. ``taps``:
-        also return the states of all nodes after these layers.
+        Row i runs node ``first[i]`` and all nodes after it. The nodes before it are in the cache already, as in a tree
+        that is drafted level by level. Returns hidden states (rows, nodes, hidden) and logits (rows, nodes, vocab);
+        smaller trees are padded. ``taps``: also return the states of all nodes after these layers.
         """
         return self._run(trees, cache, first, None, taps)
 

@@ -261,8 +261,8 @@ def read_described(folder: Path) -> tuple[DSparkConfig, dict[str, StoredTensor]]
 
 
 def check_ends(folder: Path, target: CausalLM) -> None:
-    """Raise UserError if the embedding, lm_head or ids in a folder differ from the target's by more than rounding. A
-    draft that writes only some of the target's tokens has a different lm_head, which is not compared.
+    """Raise UserError if the embedding, lm_head or ids in a folder differ by more than rounding from what the target
+    has. A draft that writes only some of the target's tokens has a different lm_head, which is not compared.
     """
     reduced = read_dspark_config(folder).draft_vocab_size is not None
     ends: dict[str, Any] = {

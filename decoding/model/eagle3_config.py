@@ -117,7 +117,7 @@ class Eagle3Config:
             max_position_embeddings=self.max_position_embeddings,
             rope_parameters=dict(self.rope_parameters),
         )
-        with torch.device("cpu"):  # also while a draft without weights is made
+        with torch.device("cpu"):  # even while a draft without weights is made
             rotary = LlamaRotaryEmbedding(config)
         return rotary.inv_freq, rotary.attention_scaling
 
@@ -151,7 +151,7 @@ class Eagle3Config:
             own |= {"use_sliding_window": True, "layer_types": [SLIDING]}
         if layers and not _is_default(layers):
             own |= self.named_layers()
-        if rope["rope_type"] != "default":  # this key and rope_theta are for programs with transformers 4's keys
+        if rope["rope_type"] != "default":  # this key and rope_theta are for programs that read transformers 4's keys
             own["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
         return {
             "architectures": [_OF_QWEN3 if of_qwen3 else _ARCHITECTURE],

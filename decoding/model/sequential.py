@@ -99,7 +99,7 @@ class _Row:
         return fed
 
     def truncate(self, length: int) -> None:
-        """Drop the tokens from ``length`` on."""
+        """Drop all but the first ``length`` tokens."""
         del self.tokens[length:]
         if self.cache is None or length >= self._live:
             return

@@ -215,7 +215,8 @@ def typical_acceptance(epsilon: float = 0.09, delta: float = 0.3) -> Rule:
     """Make the rule of Medusa's typical acceptance (2401.10774, section 2.3.1): lossy.
 
     A drafted token x passes if p(x) > min(epsilon, delta * exp(-entropy of p)). The longest path of passing tokens is
-    kept; on ties, the path that is likeliest under p. The target then writes from p after the last kept token.
+    kept; if several paths are equally long, the likeliest path under p is kept. The target then writes from p after the
+    last kept token.
     """
     decide = partial(typical, epsilon=epsilon, delta=delta)
     return Rule("typical acceptance", lossless=False, kinds=_ANY, decide=decide)

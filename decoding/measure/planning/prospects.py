@@ -1,5 +1,5 @@
-"""Prospects before training: how much a draft costs on this machine, from which acceptance on it pays, and how much it
-gains at published acceptance rates.
+"""Prospects before training: how much a draft costs on this machine, which acceptance it needs to be worth its cost,
+and how much it gains at published acceptance rates.
 """
 
 from collections.abc import Mapping, Sequence

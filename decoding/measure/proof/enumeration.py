@@ -247,8 +247,8 @@ class Enumerated(NamedTuple):
 
 
 def enumerate_turn(draft: Draft, decide: Decide, p: ContextModel, length: int) -> Enumerated:
-    """Enumerate one turn, complete its texts by p to ``length`` tokens, and compare their probabilities with those
-    under p.
+    """Enumerate one turn, complete its texts by p to ``length`` tokens, and compare the probabilities of these texts
+    with the texts' probabilities under p.
     """
     emitted: dict[Context, float] = defaultdict(float)
     accepted = 0.0

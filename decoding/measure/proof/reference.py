@@ -84,8 +84,8 @@ class Reference:
     def _folded(
         self, values: Float[Tensor, "tokens vocab"], nothing: float, together: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "tokens vocab"]:
-        """Combine the values of all EOS ids with the function ``together`` at the first EOS id; set ``nothing`` at the
-        others.
+        """Combine the values of all EOS ids with the function ``together``. The result is at the first EOS id, and
+        ``nothing`` is at the other EOS ids.
         """
         if len(self.eos_token_ids) < 2:
             return values
