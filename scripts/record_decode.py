@@ -36,7 +36,9 @@ from decoding.text import Detokenizer, Step, Tally
 
 
 def median_steps(runs: Sequence[Sequence[Step]]) -> list[Step]:
-    """Return the steps of repeated runs with median seconds; raise ValueError if the runs differ in any token."""
+    """Combine repeated runs into one list of steps, in which each step has its median seconds over the runs. Raise
+    ValueError if the runs differ in any token.
+    """
     if len({tuple(step.tokens for step in run) for run in runs}) > 1:
         raise ValueError("repeated runs wrote different tokens: use --dtype fp32")
     return [
