@@ -29,7 +29,7 @@ PROMPT_FIELDS = (
 ANSWER_FIELDS = (
     *("answer", "response", "output", "completion", "solution", "canonical_solution", "code", "instances", "chosen"),
 )
-"""``instances`` is a list of inputs with outputs in self-instruct; the first output is the answer."""
+"""In self-instruct, ``instances`` is a list of inputs with outputs; the first output is the answer."""
 SYSTEM_FIELDS = ("system", "system_prompt", "system_message")
 _ABOUT, _REFERRING = ("input", "context"), ("prompt", "question", "instruction", "query")
 METADATA = frozenset(

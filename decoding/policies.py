@@ -143,9 +143,10 @@ class _Seconds:
 
     @property
     def lacks_plain(self) -> bool:
-        """True if the next step should be plain, because plain steps were never timed, too rarely, or too long ago.
+        """True if the next step should be plain, because plain steps were never timed, were timed too rarely, or were
+        timed too long ago.
 
-        Once two plain steps are known, the next plain step is due when it lowers the speed by a share of less than
+        Once two plain steps are known, the next plain step is due when it would lower the speed by a share of less than
         `_TIMING`. If drafts gain little, this plain step comes soon, because a wrong time for plain steps would hide
         whether drafts gain at all. If drafts gain much, the step comes late. On a machine whose speed changes, an old
         time would make drafts look faster or slower than they are.

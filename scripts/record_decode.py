@@ -54,7 +54,7 @@ def _seconds(step: Step) -> tuple[float, float, float]:
 def told(
     steps: Sequence[Step], runs: Sequence[Sequence[Step]], tokenizer: PreTrainedTokenizerBase, eos: Sequence[int]
 ) -> dict[str, Any]:
-    """Return a run's entry in the report. The seconds count from the first token; the prefill has a separate entry."""
+    """Return a run's entry in the report. Seconds are counted from the first token; the prefill has its own entry."""
     tally, detokenizer, rows = Tally.of(steps), Detokenizer(tokenizer), []
     for step in steps:
         texts = ["" if token in eos else detokenizer.push(token) for token in step.tokens]

@@ -1,4 +1,4 @@
-"""A small causal language model as a drafter of chains, token by token."""
+"""A small causal language model as a drafter: it writes chains, token by token."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import Proposal, TokenTree, TreeShape
 
 _FEW = 8
-"""If a text has more new tokens than this number, they run in a separate pass before the chain."""
+"""If a text has more new tokens than this number, the new tokens run in a separate pass before the chain."""
 
 
 def check_draft(draft: CausalLM, target: CausalLM, max_length: int) -> None:

@@ -72,8 +72,8 @@ class DSparkDrafter(GrownDrafter):
 class TextKeys:
     """Keys and values of the texts of a batch, and of the block after each text: (layers, rows, key heads, room, dim).
 
-    Keys of a text come from the target's states at committed tokens, so they are never dropped. Only the keys of whole
-    blocks are dropped.
+    Keys of a text come from the target's states at committed tokens, so they are never dropped. The keys of a block are
+    always dropped as a whole.
     """
 
     def __init__(self, draft: DSparkDraft, rows: int, longest: int) -> None:

@@ -155,7 +155,8 @@ def has_weights(folder: Path) -> bool:
 
 
 def named_files(folder: Path, remedy: str) -> list[Path]:
-    """Return the weight file, or all shards in the index, even missing shards. Without both, the list is empty.
+    """Return the weight file, or all shards in the index, even missing shards. If there is neither a weight file nor an
+    index, the list is empty.
 
     Raises UserError with ``remedy`` for a shard outside the folder.
     """
@@ -182,7 +183,8 @@ def _is_shard(name: object) -> bool:
 
 
 def weight_files(folder: Path, remedy: str) -> list[Path]:
-    """Return the weight file, or the shards in the index. Without both, the list is empty.
+    """Return the weight file, or the shards in the index. If there is neither a weight file nor an index, the list is
+    empty.
 
     Raises UserError with ``remedy`` unless each shard exists inside the folder.
     """

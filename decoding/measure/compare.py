@@ -104,8 +104,8 @@ class Comparison:
 
 
 def conclusion(ratio: Estimate, faster: str = "faster", prompts: int | None = None) -> RatioConclusion:
-    """Judge the ratio B/A by its 95% interval, and say in words what it means for B. ``faster`` is the word for a ratio
-    above 1.
+    """Judge the ratio B/A by its 95% interval, and say in words what the ratio means for B. ``faster`` is the word for
+    a ratio above 1.
 
     ``real``: the interval excludes 1. ``none``: the interval contains 1 and stays within 5% of it. ``open``: any other
     interval, or fewer than eight observations. ``prompts``: the number of prompts, if an observation is a wave of

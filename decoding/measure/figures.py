@@ -55,7 +55,7 @@ def _with_range(middle: float | None, low: float | None, high: float | None, uni
 
 
 def shares(figures: Sequence[Figure], most: int | None = None) -> str:
-    """Format the shares of the first ``most`` positions (None: all), each with its observations: ``0.89 (312)``."""
+    """Format the shares of the first ``most`` positions (None: all), with numbers of observations: ``0.89 (312)``."""
     shown = (
         NONE if share.value is None else f"{number(share.value)} ({share.observations:,})" for share in figures[:most]
     )

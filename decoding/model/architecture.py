@@ -60,7 +60,7 @@ def _rope_parameters(text_config: PreTrainedConfig) -> list[dict[str, Any]]:
 def why_not_static(model: PreTrainedModel) -> str | None:
     """Return why the steps of a model cannot have fixed shapes, with a remedy; return None if they can.
 
-    Some rotary embeddings choose their frequencies by the longest position of a step. The host must read this position
+    Some rotary embeddings choose their frequencies by the largest position in a step. The host must read this position
     from the device, which a CUDA graph cannot record (`dynamic_rope_update` in transformers, whose latest version
     avoids this for longrope). Also, a graph covers only one device.
     """

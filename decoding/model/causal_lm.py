@@ -283,8 +283,7 @@ class CausalLM:
     def prepare(
         self, cache: PreallocatedCache, rows: int, nodes: Sequence[int], longest: int, taps: Sequence[int] = ()
     ) -> None:
-        """Record the CUDA graphs that the texts in the first ``rows`` rows will need soon, before their steps are
-        timed.
+        """Record, before the steps are timed, the CUDA graphs that the texts in the first ``rows`` rows will need soon.
 
         ``nodes``: sizes of the coming trees. ``longest``: final length of the longest text, in positions. ``taps``:
         layers after which states will be read. Without graphs this method does nothing.

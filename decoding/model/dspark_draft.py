@@ -185,7 +185,8 @@ class DSparkDraft(nn.Module):
         self, states: Float[Tensor, "batch positions taps"], positions: Int[Tensor, "batch positions"]
     ) -> list[tuple[Tensor, Tensor]]:
         """Return the text's keys and values for each layer, computed from the target's states at ``positions``."""
-        # Under autocast the layer itself casts, and a copy in fp32 of all layers' states would be large.
+        # Under autocast the states are not cast here: the layer itself casts them, and an fp32 copy of all layers'
+        # states would be large.
         cast = states if torch.is_autocast_enabled(states.device.type) else states.to(self.fc.weight)
         read, rotary = self.hidden_norm(self.fc(cast)), self.rotary(positions)
         return [layer.self_attn.keys_values(read, rotary) for layer in self.layers]  # type: ignore[union-attr, operator]
@@ -302,7 +303,7 @@ class PairedDSpark:
     def embed(self, newest: Int[Tensor, " rows"]) -> Float[Tensor, "rows slots hidden"]:
         """Return the embeddings of each row's block, which consists of the newest token and masks.
 
-        They are not scaled, as in servers.
+        As in servers, the embeddings are not scaled.
         """
         masks = newest.new_full((len(newest), self.config.slots - 1), self.config.mask_token_id)
         return unscaled_embeddings(self.target.model, torch.cat((newest[:, None], masks), 1))

@@ -115,8 +115,8 @@ class TreeMasks:
 
 @lru_cache(maxsize=256)
 def of_shape(shape: TreeShape, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return each node's depth, and for each node a mask that is true at the nodes to which it must not attend, on a
-    device.
+    """Return two tensors on a device: each node's depth, and for each node a mask that is true at the nodes to which it
+    must not attend.
     """
     both = shape.depth_tensor, ~shape.ancestor_mask
     depths, hidden = (tensor.to(device, non_blocking=True) for tensor in both)

@@ -122,7 +122,7 @@ class Eagle3Config:
         return rotary.inv_freq, rotary.attention_scaling
 
     def for_target(self, target: CausalLM) -> "Eagle3Config":
-        """Return the config with the target's default layers; raise UserError if it does not fit the target."""
+        """Return the config with the target's default layers; raise UserError if the config does not fit the target."""
         width = target.model.config.get_text_config(decoder=True).hidden_size
         embedding: Any = target.model.get_input_embeddings()
         sizes = {"hidden_size": {width, embedding.weight.shape[1]}, "vocab_size": {target.vocab_size}}

@@ -137,8 +137,8 @@ class Eagle3Draft(nn.Module):
         self.d2t.copy_(d2t_of(tokens))
 
     def fused(self, states: Float[Tensor, "*batch slots taps"]) -> Float[Tensor, "*batch slots hidden"]:
-        """Map the target's states after the layers that the draft reads, concatenated, to the vector that enters the
-        draft.
+        """Map the target's states to the vector that enters the draft. The states are taken after the layers that the
+        draft reads, and are concatenated.
         """
         # The states are cast as in `DSparkDraft.text_keys`, and also before norms, because norms would round their
         # results to the dtype of the states.

@@ -308,7 +308,7 @@ def copy_free_attention(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def one_copy_of_masks() -> Iterator[None]:
-    """Let layers that share a mask also share its copy for all heads of a group, inside the context."""
+    """Inside the context, let layers that share a mask share the mask's copy for all heads of a group as well."""
     laid_out = _LAID_OUT.set({})
     try:
         yield

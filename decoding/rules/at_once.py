@@ -21,7 +21,7 @@ from decoding.rules.tree import Proposal, ProposalKind, TokenTree, TreeShape
 from decoding.rules.verify import Rule, recursive_rejection, sampled_verify, traversal_verification, typical
 
 TargetAt = Callable[[Int[Tensor, " nodes"]], Float[Tensor, "nodes vocab"]]
-"""Function from nodes, numbered as in ``first``, to the target's distribution at each of them."""
+"""Function from the numbers of nodes (see `Undecided`) to the target's distribution at each of these nodes."""
 
 
 @dataclass(frozen=True)

@@ -314,7 +314,7 @@ class ProposalKind(Enum):
 
 
 class DrawnPart(NamedTuple):
-    """The drawn part of a grafted proposal: the first ``nodes`` nodes of the tree with the root, drawn as ``kind``."""
+    """The drawn part of a grafted proposal: the first ``nodes`` nodes, including the root, drawn as ``kind``."""
 
     nodes: int
     kind: ProposalKind

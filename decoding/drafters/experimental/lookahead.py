@@ -1,4 +1,4 @@
-"""Lookahead decoding (Fu et al. 2402.02057): the target guesses ahead in idle positions of its own passes.
+"""Lookahead decoding (Fu et al. 2402.02057): the target guesses ahead in otherwise idle positions of its passes.
 
 A window of guessed tokens is kept from step to step: ``window`` columns of ``ngram - 1`` levels each. The token at
 level l of column i is l + i positions after the text's last token, which is level 0 of column 0. The tokens of level 0

@@ -34,7 +34,7 @@ that are tried."""
 class PlanConfig:
     """Settings of a plan.
 
-    ``seconds`` limits each measurement of costs; there is one for each drafter and batch size.
+    ``seconds`` limits each measurement of costs; there is one measurement for each drafter and batch size.
     """
 
     batch_sizes: tuple[int, ...] = (1, 8)

@@ -73,8 +73,8 @@ class Prospects(CostSurvey):
 def outlook(costs: Mapping[str, StepCosts], published: Sequence[Published] = PUBLISHED) -> dict[str, Any]:
     """Return, for each kind of draft, the cost and break-even acceptance of chains, and gains at published acceptance.
 
-    Chains have 1 to `DEEPEST` tokens. Costs are of whole steps, in units of a plain decoding step. The break-even is
-    None if the chain would be slower even with every token accepted.
+    Chains have 1 to `DEEPEST` tokens. Costs are the costs of whole steps, in units of a plain decoding step. The
+    break-even is None if the chain would be slower even with every token accepted.
     """
     drafts, reached = [], []
     for kind, measured in costs.items():

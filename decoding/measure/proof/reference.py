@@ -40,7 +40,7 @@ class Reference:
     eos_token_ids: tuple[int, ...] = ()
 
     def probabilities(self, texts: Sequence[EngineText]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, for each text, its distributions after all controls, (tokens, vocab) in fp64, and its tokens."""
+        """Yield, for each text, the distributions after all controls, (tokens, vocab) in fp64, and the tokens."""
         for text, logits in zip(texts, self._logits(texts), strict=True):
             p = probabilities(logits.double(), self.sampling, self._history(text, self.sampling))
             yield self._folded(p, 0.0, lambda ends: ends.sum(1)), self._tokens(text)
