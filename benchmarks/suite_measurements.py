@@ -190,9 +190,7 @@ def _theirs(model: Any, prompts: Sequence[Sequence[int]], new: int, static: bool
 
 
 def _against_memory(bench: Bench, found: dict[str, Any], bytes_read: float, tokens: float) -> dict[str, Any]:
-    """Add the ideal time of a step that reads ``bytes_read`` bytes and writes ``tokens`` tokens, and the share of the
-    ideal speed that we reach.
-    """
+    """Add the ideal time of a step that reads ``bytes_read`` bytes for ``tokens`` tokens, and the share we reach."""
     if bench.bandwidth is None:
         return found
     ideal = bytes_read / bench.bandwidth

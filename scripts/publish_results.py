@@ -257,7 +257,7 @@ def accepted_table(report: Report) -> str:
 
 
 def gained_table(report: Report) -> str:
-    """Return a table of speed-ups on the first target over plain decoding and, in brackets, over assisted generation."""
+    """Return a table of speed-ups on the first target over plain decoding, and in brackets over assisted generation."""
     target = next(iter(report["rows"][0]["speed"]), None) or "storyteller-11m"
 
     def cell(row: Report) -> str:
