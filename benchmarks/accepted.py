@@ -1,7 +1,7 @@
 """Measures tokens per target pass and speed-ups of heads, drafts and lookup on the same prompts and machine.
 
-Each arm of `accepted_arms` is trained with each seed in a separate process; all arms use the same answers. `--measure
-acceptance` then decodes the prompts in batches with every way of drafting, to measure tokens per target pass.
+Each arm of `accepted_arms` is trained with each seed in a separate process; all arms use the same answers. Then
+`--measure acceptance` decodes the prompts in batches with every way of drafting, to measure tokens per target pass.
 `--measure speed` decodes the prompts one by one and alternates between plain decoding, assisted generation and the
 drafters of the first seed. With --widen, the timed target computes the same function at a larger target's cost
 (`widen.py`). A run may be killed at any time: finished trainings and recorded texts are not repeated, and a larger
@@ -263,7 +263,9 @@ def _decoded(method: Method, prompt: Sequence[int], seed: int) -> Run:
 
 
 def timed_methods(bench: Bench, target: CausalLM, width: int, setting: str) -> dict[str, Method]:
-    """Make the timed methods: plain decoding, assisted generation with the peer's draft, the first seed's drafters."""
+    """Make the timed methods: plain decoding, assisted generation with the peer's draft, and every way of drafting with
+    the first seed's weights.
+    """
     config = bench.config(setting)
     methods = {PLAIN: our_method(target, setting, PLAIN, None, config)}
     if bench.is_ready(bench.options.peer, 0):

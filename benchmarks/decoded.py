@@ -15,11 +15,11 @@ class Decoded:
     texts: tuple[tuple[int, ...], ...]
     """New tokens of each prompt."""
     passes: int
-    """Target passes."""
+    """Number of target passes."""
     drafted: int
-    """Drafted tokens: all nodes of the trees, even if the text had no room for them."""
+    """Number of drafted tokens: all nodes of the trees, even if the text had no room for them."""
     accepted: tuple[int, ...]
-    """Accepted drafted tokens at each position."""
+    """Number of accepted drafted tokens at each position."""
     ended: tuple[int, ...]
     """For each position, the number of accepted tokens that ended their text although drafted tokens followed them.
     llama.cpp does not count these tokens.

@@ -41,7 +41,7 @@ def vllm_python() -> Path | None:
 class VllmCase:
     """One start of vLLM. ``speculation``: vLLM's speculative_config; None for plain decoding.
 
-    ``drafter``: the same chain in our loop, to compare counts with; None for no comparison.
+    ``drafter``: the same chain in our loop, whose counts are compared with vLLM's counts; None for no comparison.
     """
 
     artefact: str
@@ -81,7 +81,7 @@ class LlamaCppCase:
 
 
 def arguments_of(command: Sequence[str]) -> Row:
-    """Return the arguments of a `VllmCase` that starts vLLM like a printed command."""
+    """Return the arguments of a `VllmCase` that starts vLLM as a printed command does."""
     options = dict(pairwise(command))
     additional = options.get("--additional-config")
     engine = {} if additional is None else {"additional_config": json.loads(additional)}
@@ -98,9 +98,9 @@ def serve_vllm(
 ) -> list[Row]:
     """Decode prompts of token ids greedily in vLLM and here; return a row per case and batch size.
 
-    ``folder`` is the target's folder, ``target`` the same model in fp32. All cases share one process, which may run for
-    ``seconds`` seconds. If vLLM rejects a case, its row has ``error`` instead of texts and counts. Raises RuntimeError
-    if the process fails.
+    ``folder`` is the target's folder, and ``target`` is the same model in fp32. All cases share one process, which may
+    run for ``seconds`` seconds. If vLLM rejects a case, its row has ``error`` instead of texts and counts. Raises
+    RuntimeError if the process fails.
     """
     from decoded import decode_greedily
 

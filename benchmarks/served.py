@@ -71,7 +71,9 @@ class Bench(NamedTuple):
 
 
 def vllm_cases(bench: Bench) -> list[engines.VllmCase]:
-    """Return starts of vLLM for plain decoding and for each artefact, by the command that its export prints."""
+    """Return starts of vLLM: for plain decoding, and for each artefact by the command that the artefact's export
+    prints.
+    """
     cases = [engines.VllmCase("plain decoding")]
     for name in bench.trained:
         summary = bench.export(name, ARTEFACTS[name])
