@@ -1,10 +1,11 @@
-"""Tokens per target pass and speed-ups of heads, drafts and lookup, on the same answers, prompts and machine.
+"""Measures tokens per target pass and speed-ups of heads, drafts and lookup on the same prompts and machine.
 
-Each arm of `accepted_arms` is trained with each seed in a separate process. `--measure acceptance` then decodes the
-prompts in batches with every way of drafting, for tokens per target pass. `--measure speed` decodes the prompts one by
-one and alternates between plain decoding, assisted generation and the drafters of the first seed. With --widen it uses
-the same function at a larger target's cost (`widen.py`). A run may be killed at any time: finished trainings and
-recorded texts are not repeated, and a larger --limit adds prompts. `--summarise` writes the figures of all records.
+Each arm of `accepted_arms` is trained with each seed in a separate process; all arms use the same answers. Then
+`--measure acceptance` decodes the prompts in batches with every way of drafting, to measure tokens per target pass.
+`--measure speed` decodes the prompts one by one and alternates between plain decoding, assisted generation and the
+drafters of the first seed. With --widen, the timed target computes the same function at a larger target's cost
+(`widen.py`). A run may be killed at any time: finished trainings and recorded texts are not repeated, and a larger
+--limit adds prompts. `--summarise` writes the figures of all records.
 
     python benchmarks/accepted.py --target FOLDER --answers ANSWERS.jsonl --heldout HELD.jsonl \\
         --prompts gsm8k/test=TEST.jsonl --train --measure acceptance speed --summarise accepted.json
@@ -187,7 +188,9 @@ class Bench:
         return load_draft(str(folder), self.target, self.tokenizer)
 
     def drafters(self, name: str, weights: Weights | None) -> Iterator[tuple[str, Drafting, Drafter]]:
-        """Yield the requested ways of drafting that the arm supports; print once why others are left out."""
+        """Yield the requested ways of drafting that the arm supports; for each other way, print once why it is left
+        out.
+        """
         for drafting, how in ARMS[name].draftings.items():
             if drafting not in (self.options.draftings or [drafting]):
                 continue
@@ -260,7 +263,9 @@ def _decoded(method: Method, prompt: Sequence[int], seed: int) -> Run:
 
 
 def timed_methods(bench: Bench, target: CausalLM, width: int, setting: str) -> dict[str, Method]:
-    """Make plain decoding, assisted generation with the peer's draft, and the first seed's drafters."""
+    """Make the timed methods: plain decoding, assisted generation with the peer's draft, and every way of drafting with
+    the first seed's weights.
+    """
     config = bench.config(setting)
     methods = {PLAIN: our_method(target, setting, PLAIN, None, config)}
     if bench.is_ready(bench.options.peer, 0):
@@ -289,7 +294,7 @@ def widened_weights(weights: Weights | None, target: CausalLM, width: int) -> We
 
 
 def _take_turns(bench: Bench, wanted: dict[str, Any], methods: Mapping[str, Method], prompt: Sequence[int]) -> None:
-    """Decode a prompt by plain decoding, the peer, and all methods that lack a record of it."""
+    """Decode a prompt by plain decoding, the peer, and all methods without a record of the prompt."""
     done: set[str] = set()
     for record in bench.records:
         if all(record.get(key) == value for key, value in wanted.items()):

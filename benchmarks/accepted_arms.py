@@ -19,13 +19,15 @@ class Drafting(NamedTuple):
 
     @property
     def spec(self) -> str:
-        """Drafter and options as text, so that a changed way of drafting does not reuse old records of its name."""
+        """Drafter and options as text. Records contain this text, so if a way of drafting is changed under the same
+        name, its old records are not reused.
+        """
         return str(DrafterSpec(self.drafter, None, self.options))
 
 
 class Arm(NamedTuple):
-    """A recipe of storyteller-11m (None: no training) with overrides, and its ways of drafting, of which the first is
-    the main one.
+    """A recipe of storyteller-11m (None: no training) with overrides, and the ways of drafting with its weights. The
+    first way is the main one.
 
     ``baseline`` names the arm with which this arm is compared, prompt by prompt.
     """

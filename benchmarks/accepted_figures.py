@@ -1,7 +1,7 @@
 """Figures of `accepted.py` from its records: tokens per target pass, paired ratios, speed-ups, with 95% intervals.
 
-Intervals resample the prompts and, if there are several, the training seeds. Two arms are compared on their common
-prompts and seeds, pair by pair.
+Intervals resample the prompts and, if there are several, the training seeds. Two arms are compared on the prompts and
+seeds that both of them have, pair by pair.
 """
 
 import json
@@ -78,7 +78,7 @@ def _table(counts: Counts, seeds: Sequence[int], prompts: Sequence[int]) -> Tens
 
 
 def speed_of(records: Iterable[Record], key: str, target: str, prompt_set: str, setting: str) -> Record | None:
-    """Compute a method's tokens per target pass and speed-ups at batch 1 from its turns; None without any turn."""
+    """Compute a method's tokens per target pass and speed-ups at batch 1 from its turns; None if it has no turn."""
     wanted = {"part": "speed", "target": target, "set": prompt_set, "setting": setting}
     turns: dict[int, Record] = {}
     for record in records:

@@ -1,4 +1,4 @@
-"""Arms of a comparison: training of recipes with overrides in separate processes, and figures from their logs."""
+"""Trains the arms of a comparison (recipes with overrides) in separate processes, and reads figures from their logs."""
 
 import json
 import os
@@ -44,7 +44,9 @@ def run(command: Sequence[str], threads: int | None = None, **variables: str) ->
 
 
 def curve_of(folder: Path) -> dict[str, Any]:
-    """Return wall time, held-out tokens per target pass by trained tokens, and the median training tokens/s."""
+    """Return the wall time, a curve of held-out tokens per target pass against trained tokens, the number of trained
+    tokens, and the median training speed in tokens/s.
+    """
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     # A step repeated after a kill is logged twice; only its times differ.
     held = list({line["step"]: line for line in lines if "heldout/tokens_per_pass" in line}.values())

@@ -15,13 +15,15 @@ class Decoded:
     texts: tuple[tuple[int, ...], ...]
     """New tokens of each prompt."""
     passes: int
-    """Target passes."""
+    """Number of target passes."""
     drafted: int
-    """Drafted tokens: all nodes of the trees, even if the text had no room for them."""
+    """Number of drafted tokens: all nodes of the trees, even if the text had no room for them."""
     accepted: tuple[int, ...]
-    """Accepted drafted tokens at each position."""
+    """Number of accepted drafted tokens at each position."""
     ended: tuple[int, ...]
-    """Accepted tokens by position that ended their text and were followed by drafted tokens; llama.cpp omits them."""
+    """For each position, the number of accepted tokens that ended their text although drafted tokens followed them.
+    llama.cpp does not count these tokens.
+    """
 
 
 def decode_greedily(
@@ -36,8 +38,8 @@ def decode_greedily(
     """Decode prompts of token ids in our loop; ``drafter`` None means plain decoding.
 
     ``overrun``: room after ``max_new_tokens`` for drafts in a text's last steps; texts are cut at ``max_new_tokens``.
-    If ``overrun`` is the drafter's depth, all drafts are whole, and accepted tokens after the text's end count. Servers
-    that always draft to the same depth (vLLM) count in this way.
+    If ``overrun`` is the drafter's depth, all drafts are whole, and accepted tokens after the text's end are counted as
+    well. Servers that always draft to the same depth (vLLM) count in this way.
     """
     config = DecodingConfig(max_new_tokens + overrun, eos_token_ids=tuple(eos_token_ids))
     texts: list[list[int]] = [[] for _ in prompts]

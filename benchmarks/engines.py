@@ -1,4 +1,4 @@
-"""Real vLLM and llama.cpp, each in its own environment: their texts and counts compared with our loop's.
+"""Runs real vLLM and llama.cpp, each in its own environment, and compares their texts and counts with our loop.
 
 python benchmarks/engines.py    prints the folder of vLLM's environment, which `make vllm` installs
 """
@@ -39,9 +39,9 @@ def vllm_python() -> Path | None:
 
 @dataclass(frozen=True)
 class VllmCase:
-    """One start of vLLM. ``speculation``: its speculative_config, None for plain decoding.
+    """One start of vLLM. ``speculation``: vLLM's speculative_config; None for plain decoding.
 
-    ``drafter``: the same chain in our loop, to compare counts with; None for no comparison.
+    ``drafter``: the same chain in our loop, whose counts are compared with vLLM's counts; None for no comparison.
     """
 
     artefact: str
@@ -56,7 +56,7 @@ class VllmCase:
 
 @dataclass(frozen=True)
 class LlamaCppCase:
-    """One start of llama.cpp on the file ``target``; with a file ``draft`` it drafts ``tokens`` at a time.
+    """One start of llama.cpp on the file ``target``. If there is a file ``draft``, each draft has ``tokens`` tokens.
 
     ``method``: the way of drafting, ``simple``, ``dspark`` or ``dflash``.
 
@@ -81,7 +81,7 @@ class LlamaCppCase:
 
 
 def arguments_of(command: Sequence[str]) -> Row:
-    """Return the arguments of a `VllmCase` that starts vLLM like a printed command."""
+    """Return the arguments of a `VllmCase` that starts vLLM as a printed command does."""
     options = dict(pairwise(command))
     additional = options.get("--additional-config")
     engine = {} if additional is None else {"additional_config": json.loads(additional)}
@@ -98,9 +98,9 @@ def serve_vllm(
 ) -> list[Row]:
     """Decode prompts of token ids greedily in vLLM and here; return a row per case and batch size.
 
-    ``folder`` is the target's folder, ``target`` the same model in fp32. All cases share one process, which may take
-    ``seconds``. If vLLM rejects a case, its row has ``error`` instead of texts and counts. Raises RuntimeError if the
-    process fails.
+    ``folder`` is the target's folder, and ``target`` is the same model in fp32. All cases share one process, which may
+    run for ``seconds`` seconds. If vLLM rejects a case, its row has ``error`` instead of texts and counts. Raises
+    RuntimeError if the process fails.
     """
     from decoded import decode_greedily
 
@@ -146,8 +146,8 @@ def serve_llama_cpp(
     """Decode prompts of token ids greedily in llama.cpp and here; return a row per case.
 
     ``target`` is the model in the target files, in fp32; ``ends`` are its EOS ids. A row's ``ours`` counts accepted
-    tokens like llama.cpp, without ``ended``: tokens that ended a text and were followed by drafted tokens. Errors are
-    as in `serve_vllm`.
+    tokens as llama.cpp does, without the tokens in `Decoded.ended`: these ended a text although drafted tokens followed
+    them. Errors are as in `serve_vllm`.
     """
     from decoded import decode_greedily
 
@@ -179,7 +179,7 @@ def serve_llama_cpp(
 
 
 def _answer_of(engine: str, python: Path, worker: str, cases: Sequence[Row], seconds: float) -> Row:
-    """Run a worker script on its cases in an engine's environment; return its JSON. RuntimeError if it fails."""
+    """Run a worker script on its cases in an engine's environment; return its JSON. Raise RuntimeError if it fails."""
     done = subprocess.run(
         [python, ROOT / "benchmarks" / worker],
         input=json.dumps({"cases": cases}),
@@ -196,7 +196,7 @@ def _answer_of(engine: str, python: Path, worker: str, cases: Sequence[Row], sec
 
 
 def _row(answer: Row, result: Row, plain: Sequence[tuple[int, ...]]) -> Row:
-    """Return a result with the engine's name and the number of texts that equal those of our plain decoding."""
+    """Return a result with the engine's name and the number of texts that equal the texts of our plain decoding."""
     row = {**result, **{key: answer[key] for key in ("engine", "version", "import_seconds")}}
     if "error" not in row:
         row["equal"] = sum(tuple(theirs) == text for theirs, text in zip(result["texts"], plain, strict=True))

@@ -1,10 +1,11 @@
-"""Tests on one GPU, then everything worth measuring, in steps of a minute: `make gpu`, in 8 minutes at most.
+"""Runs tests on one GPU, then measures everything worth measuring: `make gpu`, which takes 8 minutes at most.
 
-It needs this repository, torch and transformers, but no git, make or network; other missing packages are listed first
-and not used. Each step runs in a separate process that is killed when its time is up. After each step, suite.json and
-suite.md in the output folder are rewritten. A second run does the remaining steps: those not begun, failed or killed.
+The suite needs this repository, torch and transformers, but no git, make or network. If other packages are missing, it
+lists them first and does without them. Each step takes about a minute, in a separate process that is killed when its
+time is up. After each step, suite.json and suite.md in the output folder are rewritten. A second run does the remaining
+steps: steps that were not begun, that failed, or that were killed.
 
-Without a GPU use --pretend: it runs the same steps at tiny sizes on the CPU, and the figures mean nothing.
+Without a GPU, use --pretend. It runs the same steps at tiny sizes on the CPU, and the figures mean nothing.
 """
 
 import argparse
@@ -45,7 +46,7 @@ SCHEMA = "headstart-gpu-suite/5"
 
 
 class Step(NamedTuple):
-    """A step: its time limit in seconds, which unused time of others extends, and its measurements."""
+    """A step: its measurements, and its time limit in seconds, to which the unused time of other steps is added."""
 
     seconds: float
     measurements: Callable[[Bench], measure.Measurements]
@@ -109,7 +110,8 @@ def without_nan(value: Any) -> Any:
 def start_method() -> str:
     """Return "fork", which keeps this process's imports, or "spawn" if a forked process cannot use the GPU.
 
-    A process that has used the GPU, even to count devices, has no forks that can. Raises ValueError without a GPU.
+    If a process has used the GPU, even only to count devices, its forks cannot use the GPU. Raises ValueError without a
+    GPU.
     """
     if not torch.cuda.is_available():
         raise ValueError("torch finds no GPU: use --pretend (make gpu PRETEND=1) to try the steps on the CPU")
@@ -130,7 +132,7 @@ def run_within(name: str, bench: Bench, output: Path, seconds: float, method: st
     process.join(seconds)
     cut = process.is_alive()
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # this also ends what it left running
+        os.killpg(process.pid, signal.SIGKILL)  # this also ends the processes that it left running
     process.kill()  # in case it had no time to start its process group
     process.join()
     found: dict[str, Any] = {"results": {}, "errors": {}, "done": False}
@@ -170,7 +172,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _flat(found: dict[str, Any]) -> dict[str, Any]:
-    """Return a result's values; of a nested dict only milliseconds and shares, under joined names."""
+    """Return a result's values; if a value is a dict, only its milliseconds and shares are returned, under joined
+    names.
+    """
     flat: dict[str, Any] = {}
     for name, value in found.items():
         if isinstance(value, dict):
@@ -242,6 +246,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         code: int | str = main()
-    except ValueError as error:  # wrong options only, because later errors are in the report
+    except ValueError as error:  # only wrong options raise it; later errors are in the report
         code = str(error)
     sys.exit(code)

@@ -1,4 +1,5 @@
-"""An 8B target on one GPU: rows, hours and disk, computed rather than measured; and bytes stored per token by trainers.
+"""Computes rows, hours and disk for an 8B target on one GPU, without measuring, and lists what trainers store per
+token.
 
 The recipes are in recipes/any; the target has Qwen3-8B's shape and no weights. `CARDS` and `ASSUMED` are inputs.
 
@@ -40,8 +41,9 @@ CARDS = {"RTX 4090": (24, 165, 1008), "L40S": (48, 362, 864), "H100": (80, 989, 
 """Memory in GB, dense bf16 TFLOPS and memory bandwidth in GB/s, as published by NVIDIA (taken on `READ`)."""
 ASSUMED = {"prompt": 256, "answer": 768, "flops": 0.35, "bandwidth": 0.6, "spare_gb": 4, "slot": 65}
 ASSUMED |= {"texts": 256, "evening_h": 6}
-"""Tokens of a text, shares of a card's peaks, GB left for the loss, bytes that autograd keeps of a slot in a layer for
-each unit of width (counted on a CPU with bf16 autocast), most texts at a time, and hours."""
+"""Tokens in the prompt and in the answer of a text; shares of a card's peaks that are reached; GB left for the loss;
+bytes that autograd keeps per slot, layer and unit of width (counted on a CPU with bf16 autocast); largest number of
+texts at a time; and hours in an evening."""
 _SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936},
     "llama": {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
@@ -53,7 +55,8 @@ _SIZES: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
     "llama-3.1-8b": ("llama", 4096, 14336, 32, {"tie_word_embeddings": False}),
     "gpt-oss-20b": ("gpt_oss", 2880, 2880, 24, {"num_local_experts": 32, "num_experts_per_tok": 4}),
 }
-"""Folder in recipes/ -> family, hidden size, intermediate size, layers and more of the target's config.json."""
+"""Folder in recipes/ -> family, hidden size, intermediate size, layers, and other values of the target's config.json.
+"""
 LM_HEAD, KV = 4096 * 151936, 2 * 36 * 8 * 128 * 2
 """Weights of the lm_head, and bytes of keys and values per token of a text."""
 _SPECULATORS = "https://github.com/vllm-project/speculators/blob/02c0fadc66a810673349f210dea2362d18f4865a/docs/user_guide/tutorials/train_eagle3_offline.md"
@@ -69,10 +72,10 @@ OTHERS = (
     ),
     (f"[DeepSpec]({_DEEPSPEC}), DSpark: six states", 6 * 4096 * 2 + 6),
 )
-"""From the formula on the first page, the tensors that the second writes (with a scale and the token's id), and
-estimate_target_cache_size.py next to the third."""
+"""The first figure follows from the formula on the first page, the second from the tensors that the second page's code
+writes (with a scale and the token's id), and the third from estimate_target_cache_size.py next to the third page."""
 READ = "2026-11-26"
-"""Day on which the figures of others were read at these commits. Version 0.9.0 is dated by PyPI."""
+"""Day on which the figures of the other trainers were read at these commits. The date of version 0.9.0 is from PyPI."""
 SET = ("name=x", "target=x", "output=x", "data.train=x", "data.heldout=x")
 
 
@@ -83,14 +86,16 @@ def _config(family: str, hidden: int, intermediate: int, layers: int, more: dict
 
 
 def stored(kind: type[Any], **fields: Any) -> int:
-    """Return the bytes per token in a store with this origin."""
+    """Return the bytes per token in a store whose origin is of this kind and has these fields."""
     known = {"target": "", "tokenizer": "", "data": "", "vocab_size": 151936, "dtype": "bfloat16"}
     row_bytes: int = kind(**known, **fields).row_bytes
     return row_bytes
 
 
 def evening(name: str, target: int, heads: int, draft: DSparkDraft) -> dict[str, Any]:
-    """Return what one evening allows. A draft that fits next to the target reads each row once and stores no states."""
+    """Return what can be trained on a card in one evening. If a draft fits next to the target, the target reads each
+    row once and no states are stored.
+    """
     (memory, tflops, bandwidth), text = CARDS[name], ASSUMED["prompt"] + ASSUMED["answer"]
     all_of_it, layers = count(draft), count(draft.layers)
     is_draft = 2 * target + 16 * all_of_it + ASSUMED["spare_gb"] * 1e9 <= memory * 1e9
@@ -113,7 +118,7 @@ def evening(name: str, target: int, heads: int, draft: DSparkDraft) -> dict[str,
 
 
 def published(folder: str, kind: str, target: CausalLM, tokenizer: Any) -> dict[str, Any]:
-    """Return what a recipe with published hyperparameters needs next to its target, which reads each row once."""
+    """Return what a recipe with published hyperparameters needs. Its target is on the same GPU and reads a row once."""
     recipe = load_recipe(_HERE.parent / "recipes" / folder / f"{kind}.yaml", SET[3:])
     section, text = recipe.draft, ASSUMED["prompt"] + ASSUMED["answer"]
     if section.dspark is not None:

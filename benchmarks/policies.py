@@ -3,10 +3,10 @@
 In a cell (target, temperature, batch size) plain decoding and each drafter with each policy decode the same group of
 prompts at the same time and take turns after every step. The seconds of a step are divided by the median of the nearest
 three steps of plain decoding, so a machine that slows down for a while changes no ratio. Each kind of step (drafter,
-texts, drafted tokens) counts with its median cost in the cell, because single steps hiccup. So the work that a draft
-model does only after plain steps is not seen; heads and lookups have no such work. Prefills do not count, and texts do
-not end early. The default policy learns from turn to turn, and the first turn does not count. The widened target
-computes exactly the small target's function (`widen.py`).
+texts, drafted tokens) counts with its median cost in the cell, because single steps are sometimes much slower. So the
+figures do not include the work that a draft model does only after plain steps; heads and lookups have no such work.
+Prefills do not count, and texts do not end early. The default policy learns from turn to turn, and the first turn does
+not count. The widened target computes exactly the small target's function (`widen.py`).
 
     python benchmarks/policies.py --target FOLDER --draft FOLDER --heads markov=FOLDER --dspark FOLDER \\
         --prompts FILE.jsonl --output FILE.json
@@ -54,7 +54,7 @@ class Cell(NamedTuple):
 
 
 class Counted(AdaptivePolicy):
-    """The default policy, which also counts its choices."""
+    """The default policy, extended to count its choices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,8 +118,9 @@ def figures(
     kinds: Mapping[tuple[str, str], Mapping[tuple[int, int], int]],
     typical: Mapping[tuple[str, int, int], float],
 ) -> dict[str, Any]:
-    """Return a drafter's ratios of speeds in a cell, the commonest choices of the policy of its ``engine``, and its
-    steps: texts, drafted tokens, number of steps by the default policy, and median cost in plain steps.
+    """Return a drafter's ratios of speeds in a cell, the commonest choices of the policy of ``engine``, and the kinds
+    of steps under the default policy. For each kind: texts, drafted tokens, number of steps, and median cost in plain
+    steps.
     """
     assert isinstance(engine.policy, Counted)
     plain, fixed, default = speeds[PLAIN, PLAIN], speeds[name, FIXED], speeds[name, DEFAULT]

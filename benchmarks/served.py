@@ -1,7 +1,8 @@
 """Comparison of exports in other engines with our loop: greedy texts, passes, accepted drafts.
 
-One row per engine and artefact, in fp32: how many texts equal our plain decoding's, and the counts of engine and loop.
-An engine without its environment is left out: `make engines` creates llama.cpp's, `make vllm` vLLM's.
+There is one row per engine and artefact, in fp32. It shows how many texts equal the texts of our plain decoding, and
+the counts of the engine and of our loop. An engine without an environment is left out: `make engines` creates the
+environment of llama.cpp, and `make vllm` creates the environment of vLLM.
 
     python benchmarks/served.py --target FOLDER --draft RUN --heads RUN --shared-heads RUN --dspark RUN \
         --dflash RUN --prompts FILE.jsonl --output FILE.json
@@ -57,7 +58,7 @@ class Bench(NamedTuple):
         return export(source, folder, format, target=self.folder, prompts=NO_PROMPTS, **options)
 
     def chain(self, name: str, folder: str, tokens: int) -> Drafter:
-        """Return the drafter that corresponds to a server: a single chain."""
+        """Return the drafter that drafts as a server does: a single chain of ``tokens`` tokens."""
         if name == "draft":
             return DraftModelDrafter(load_draft(folder, self.target, self.tokenizer), tokens)
         drafter: MedusaDrafter | DSparkDrafter
@@ -70,7 +71,9 @@ class Bench(NamedTuple):
 
 
 def vllm_cases(bench: Bench) -> list[engines.VllmCase]:
-    """Return starts of vLLM for plain decoding and for each artefact, by the command that its export prints."""
+    """Return starts of vLLM: for plain decoding, and for each artefact by the command that the artefact's export
+    prints.
+    """
     cases = [engines.VllmCase("plain decoding")]
     for name in bench.trained:
         summary = bench.export(name, ARTEFACTS[name])

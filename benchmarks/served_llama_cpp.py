@@ -9,9 +9,9 @@ task on standard input is ``{"cases": [case, ...]}``. A case is
 The answer on standard output has a result per case. ``theirs`` contains llama.cpp's own counters: a pass is a decode of
 the target after a text's prefill; ``accepted`` counts accepted drafted tokens by position, without those that end a
 text and are followed by drafted tokens. ``texts`` are new token ids. ``logprobs`` are, for each text of ``probed``, the
-log-probabilities of all next tokens, by token id. ``tokenised`` are llama.cpp's token ids of the case's ``texts``, with
-special tokens parsed. Weights are as in the files, the cache is fp32, decoding is greedy, with one thread, one text at
-a time. If llama.cpp rejects a case, the result has ``error``.
+log-probabilities of every possible next token, by token id. ``tokenised`` are llama.cpp's token ids of the case's
+``texts``, with special tokens parsed. Weights are as in the files, and the cache is fp32. Decoding is greedy, on one
+thread, one text at a time. If llama.cpp rejects a case, the result has ``error``.
 """
 
 import json
@@ -114,7 +114,8 @@ def _counts(page: str, texts: int) -> dict[str, Any]:
 def _logprobs(server: Any, prompt: list[int]) -> list[float]:
     """Return the log-probabilities of the token after a text, by token id.
 
-    A bias then forces the token ``a``, because llama.cpp holds back a token that is not a whole character.
+    The request also forces the next token to be ``a``, by a bias, because llama.cpp holds back a token that is not a
+    whole character.
     """
     certain = [[_tokens(server, "a")[-1], 1e9]]
     request = {"prompt": prompt, "n_predict": 1, "n_probs": _ALL, "logit_bias": certain}
@@ -131,7 +132,9 @@ def _tokens(server: Any, text: str) -> list[int]:
 
 
 def _post(server: Any, path: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Send a request to the server in this process; its Python functions return neither token ids nor all logprobs."""
+    """Send a request to the server in this process. llama.cpp's Python functions would return neither token ids nor all
+    log-probabilities.
+    """
     headers = {"Content-Type": "application/json"}
     asked = urllib.request.Request(server.listening_address + path, json.dumps(request).encode(), headers)
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(asked) as answer:

@@ -9,10 +9,10 @@ standard input is ``{"cases": [case, ...]}``. A case is
 
 The answer on standard output has a result per case and batch size. ``theirs`` contains vLLM's own counters: a pass is a
 step of one text after its prefill; ``accepted`` counts accepted drafted tokens by position, including those after a
-text's end. vLLM does not count passes of plain decoding; they are the tokens after the first. ``proposals`` of a
-`Recorded` proposer are (text, drafted tokens) of each draft. If vLLM rejects a case, the result has ``error`` instead
-of texts and counts. Decoding is greedy, in fp32; the end of text is ignored, so all texts have ``max_new_tokens``
-tokens.
+text's end. vLLM does not count passes of plain decoding; their number is the number of tokens after the first.
+``proposals`` of a `Recorded` proposer are (text, drafted tokens) of each draft. If vLLM rejects a case, the result has
+``error`` instead of texts and counts. Decoding is greedy, in fp32; the end of text is ignored, so all texts have
+``max_new_tokens`` tokens.
 """
 
 import gc
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def served(case: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Start vLLM for a case and yield a result per batch size, or one with ``error`` if it does not start."""
+    """Start vLLM for a case and yield a result per batch size, or one result with ``error`` if vLLM does not start."""
     about = {"artefact": case["artefact"], "speculation": case["speculation"]}
     began = time.monotonic()
     try:
@@ -114,7 +114,7 @@ def _decoded(llm: Any, case: dict[str, Any], batch_size: int) -> dict[str, Any]:
         lengths = [greedy.clone() for _ in crowd]
         for place, (_, wanted) in enumerate(crowd):
             lengths[place].max_tokens = wanted
-            lengths[place].prompt_logprobs = None if place % 5 else 1  # its states differ from those of a step
+            lengths[place].prompt_logprobs = None if place % 5 else 1  # prompt_logprobs make other states than a step
         everything = [{"prompt_token_ids": prompt} for prompt, _ in crowd]
         texts = [list(output.outputs[0].token_ids) for output in llm.generate(everything, lengths, use_tqdm=False)]
         prompts = []
@@ -142,7 +142,7 @@ def _decoded(llm: Any, case: dict[str, Any], batch_size: int) -> dict[str, Any]:
 
 
 def _counters(llm: Any) -> dict[str, Any]:
-    """Return vLLM's counters of speculation without their names' prefix; zeros before the first draft."""
+    """Return vLLM's counters of speculation, by their names without the prefix; they are 0 before the first draft."""
     found: dict[str, Any] = {"drafts": 0, "draft_tokens": 0, "accepted_tokens_per_pos": [], "preemptions": 0}
     for metric in llm.get_metrics():
         if metric.name.startswith((_COUNTERS, _PREEMPTIONS)):

@@ -1,4 +1,4 @@
-"""Decoding speed against `transformers` in one run: a trained target, and the same function at a larger target's cost.
+"""Compares decoding speed with `transformers` in one run, on a trained target and on its function at a larger cost.
 
 All figures are ratios of runs that alternated in one process. The widened target computes exactly the small target's
 function (`widen.py`) and thus has its acceptance; its figures are marked "widened".

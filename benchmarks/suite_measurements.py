@@ -74,7 +74,7 @@ with stand_ins():
 
 
 def gpu_tests(bench: Bench) -> Measurements:
-    """Run the tests marked ``gpu``, without the other tests' conftest and plugins, all files at the same time.
+    """Run the tests marked ``gpu``, all files at the same time, without the conftest and plugins of the other tests.
 
     When their time is up, an alarm acts like Ctrl-C: pytest ends with a report of the tests done so far.
     """
@@ -88,7 +88,7 @@ def gpu_tests(bench: Bench) -> Measurements:
         try:
             done = subprocess.run(command, env=environment, stdout=PIPE, stderr=STDOUT, timeout=limit)
             return done.returncode, done.stdout.decode()
-        except subprocess.TimeoutExpired as error:  # a GPU that does not answer lets no alarm through
+        except subprocess.TimeoutExpired as error:  # if the GPU does not answer, the alarm has no effect
             return None, (error.stdout or b"").decode()
 
     def run() -> dict[str, Any]:
@@ -182,7 +182,7 @@ def _theirs(model: Any, prompts: Sequence[Sequence[int]], new: int, static: bool
             max_new_tokens=new,
             do_sample=False,
             pad_token_id=0,
-            stopping_criteria=StoppingCriteriaList([clock]),  # type: ignore[list-item]  # called, no more
+            stopping_criteria=StoppingCriteriaList([clock]),  # type: ignore[list-item]  # it is only called
             **options,
         )
     step = (clock.times[-1] - clock.times[0]) / (len(clock.times) - 1)
@@ -190,7 +190,7 @@ def _theirs(model: Any, prompts: Sequence[Sequence[int]], new: int, static: bool
 
 
 def _against_memory(bench: Bench, found: dict[str, Any], bytes_read: float, tokens: float) -> dict[str, Any]:
-    """Add the ideal time of a step that reads ``bytes_read`` and writes ``tokens`` tokens, and our share of it."""
+    """Add the ideal time of a step that reads ``bytes_read`` bytes for ``tokens`` tokens, and the share we reach."""
     if bench.bandwidth is None:
         return found
     ideal = bytes_read / bench.bandwidth
@@ -198,9 +198,9 @@ def _against_memory(bench: Bench, found: dict[str, Any], bytes_read: float, toke
 
 
 def decoding(bench: Bench, size: str, compiled: bool = False) -> Measurements:
-    """Measure plain decoding, ours and transformers', by context and batch.
+    """Measure plain decoding in our loop and in transformers, by context and batch.
 
-    ``compiled`` measures transformers with a static cache instead.
+    If ``compiled`` is True, measure only transformers with a static cache, and only in the first cell.
     """
     model, new = counting_model(bench, size), bench.pick(48, 3)
     for context, batch in _cells(bench)[: 1 if compiled else None]:
@@ -289,9 +289,9 @@ def verification(bench: Bench, size: str) -> Measurements:
 
 
 def speculation(bench: Bench, size: str) -> Measurements:
-    """Measure what share of tokens per pass × memory's speed the loop reaches, at forced acceptance, batch 1."""
+    """Measure the loop's share of the ideal speed (tokens per pass × memory's speed), at forced acceptance, batch 1."""
     model, new, context = counting_model(bench, size), bench.pick(192, 8), _cells(bench)[0][0]
-    warm = bench.pick(1.0, 0.01)  # still counts: the next token's logit is far above all others
+    warm = bench.pick(1.0, 0.01)  # the model still counts: the next token's logit is far above all others
     settings = ((0.8, "graphs", 0.0), (0.8, "no graphs", 0.0), (0.6, "graphs", 0.0))
     cells = [(kind, *each) for kind in ("chain", "medusa", "dspark") for each in settings]
     for kind, share, name, temperature in [*cells, ("chain", 0.8, "graphs", warm)]:
@@ -321,7 +321,7 @@ _DRY_RUN_STEPS = 4
 
 
 def training(bench: Bench, size: str, kind: str) -> Measurements:
-    """Measure training steps of 32 sequences of 1,024 tokens, 4 at a time; heads also with stored states."""
+    """Measure training steps of 32 sequences of 1,024 tokens, 4 at a time; measure heads with stored states, too."""
     target = CausalLM(counting_model(bench, size))
     batch, micro, length = bench.pick((32, 4, 1024), (4, 2, 32))
     examples = [Example(bench.text(length, row), (True,) * length, 0) for row in range(2 * batch)]

@@ -1,9 +1,10 @@
 """Models of the suite: Llama shapes of 1B and 8B with random weights, and drafters with a chosen acceptance.
 
-Purely random weights would write near-ties that any rounding changes and no draft predicts. These models count instead:
-the layers have their usual cost but add almost nothing, and the lm_head writes token x + 1 after token x. A drafter
-that also counts is always right. If the lm_head rows of a random share of tokens are exchanged, the drafter is wrong
-after these tokens. So speeds are those of real sizes, but acceptance is forced, and every figure says so.
+With purely random weights, the best logits would be near-ties, so any rounding would change the text, and no draft
+would predict it. These models count instead: the layers have their usual cost but add almost nothing, and the lm_head
+writes token x + 1 after token x. A drafter that also counts is always right. If the lm_head rows of a random share of
+tokens are exchanged, the drafter is wrong after these tokens. So the speeds are the speeds of models of these sizes,
+but acceptance is forced, and every figure says so.
 """
 
 import gc
@@ -77,7 +78,7 @@ def synchronize() -> None:
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds of a call, the device's work included, and its result."""
+    """Return the seconds that a call takes, including the device's work, and the call's result."""
     synchronize()
     begin = time.perf_counter()
     found = run()
@@ -145,7 +146,7 @@ def drafter_of(bench: Bench, kind: str, target: CausalLM, size: str, share: floa
 
 
 def dspark_draft(target: CausalLM) -> DSparkDraft:
-    """Make an untrained draft as in recipes; its mask is the last token."""
+    """Make an untrained draft as in recipes; its mask token is the last token of the vocabulary."""
     tokenizer: Any = SimpleNamespace(eos_token_id=None, get_vocab=lambda: {"mask": target.vocab_size - 1})
     with target.device:  # a CPU makes its random weights slowly
         return initial_dspark(target, tokenizer, dspark_section(target), ())

@@ -75,4 +75,4 @@ def stand_ins(packages: Sequence[str] = PACKAGES) -> Iterator[list[str]]:
     finally:
         sys.meta_path.remove(finder)  # type: ignore[arg-type]
         for name in [name for name in sys.modules if name.partition(".")[0] in missing]:
-            del sys.modules[name]  # others check here what is installed
+            del sys.modules[name]  # other code checks here what is installed

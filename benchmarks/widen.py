@@ -1,8 +1,8 @@
 """Benchmark stand-ins: a model with the outputs of a small trained model, at the cost of a larger one.
 
 A small target can be trained anywhere, but its pass is so cheap that drafting saves little time. Widened and deepened,
-it writes the same texts with the same acceptance, while a pass costs as much as a larger model's. Every figure measured
-with a stand-in must say so: it has the speed of the larger size and the behaviour of the small model.
+it writes the same texts with the same acceptance, while a pass costs as much as a larger model's pass. Every figure
+measured with a stand-in must say so: it has the speed of the larger size and the behaviour of the small model.
 
 The added part of the residual stream is always zero, and an added layer adds zeros to the stream. RMSNorm is preserved
 by weight × sqrt(H/H') and eps × H/H' (H and H': the hidden sizes before and after). H'/H is a power of 4, so the two
@@ -44,13 +44,14 @@ def widened(
     device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> PreTrainedModel:
-    """Make a model with ``model``'s function, ``width`` times its width and ``extra_layers`` more layers.
+    """Make a model that computes the function of ``model`` with ``width`` times the width and ``extra_layers`` more
+    layers.
 
     Hidden size, attention heads, key-value heads and intermediate size grow by ``width``, a power of 4. Head size and
-    vocabulary stay. The extra layers are spread evenly between the real ones. Logits differ from ``model``'s only by
-    the order of summation. The lm_head reads ``model``'s hidden state followed by zeros (see `widened_heads`). The
-    model is built in the same dtype directly on ``device`` (None: the model's device); ``generator`` (on the CPU) draws
-    the padding. ``config.stand_in`` describes the result.
+    vocabulary stay. The extra layers are spread evenly between the real ones. The logits differ from the logits of
+    ``model`` only by the order of summation. The lm_head reads ``model``'s hidden state followed by zeros (see
+    `widened_heads`). The model is built in the same dtype directly on ``device`` (None: the model's device);
+    ``generator`` (on the CPU) draws the padding. ``config.stand_in`` describes the result.
 
     Raises ValueError for another width, a family not in `FAMILIES`, or parameters that a plain model does not have.
     """
@@ -84,7 +85,7 @@ def widened_to(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Make the narrowest `widened` model with at least ``parameters`` parameters and at most ``max_layers`` layers.
 
-    Returns the model and its description (``config.stand_in``). Raises ValueError if the model already has so many
+    Returns the model and its description (``config.stand_in``). Raises ValueError if the model already has that many
     parameters, or if no width in `WIDTHS` reaches them.
     """
     have = model.num_parameters()
@@ -166,7 +167,9 @@ class _Noise:
         self._block = (magnitude * sign).to(device, dtype)
 
     def fill(self, tensor: Tensor, size: float) -> None:
-        """Overwrite a contiguous tensor with ``size`` times the numbers, starting at a random one; with zeros for 0."""
+        """Overwrite a contiguous tensor with ``size`` times the numbers, starting at a random one; if ``size`` is 0,
+        overwrite it with zeros.
+        """
         if not size:
             tensor.zero_()
             return
@@ -182,10 +185,11 @@ def _paste(wide: Tensor, real: Tensor, factor: float = 1.0) -> None:
 
 
 def _sizes(name: str, family: str, width: int) -> tuple[float, float]:
-    """Return the size of a parameter's padding (0: zeros), and the factor of its real part.
+    """Return the size of the numbers that pad a parameter (0: zeros), and the factor by which its real part is
+    multiplied.
 
-    Qwen3 also normalises each query and key head. Their size stays, but the config's only eps shrinks. Scaling queries
-    and keys by sqrt(1/width) compensates for this.
+    Qwen3 also normalises each query and key head. The size of these heads stays, but the config has only one eps, and
+    that shrinks. Scaling queries and keys by sqrt(1/width) compensates for this.
     """
     part = name.split(".")[-2]
     if part in _WRITES_RESIDUAL:

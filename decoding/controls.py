@@ -30,7 +30,8 @@ _REFUSED = {
     "choose the drafter here, not in the generation config": "prompt_lookup_num_tokens assistant_early_exit "
     "assistant_ensemble_weight speculation_type use_mtp",
 }
-"""Unsupported options that change the text, grouped by the reason. A value of None, 0 or False switches an option off.
+"""Unsupported options that change the text, grouped by the reason why they are not supported. A value of None, 0 or
+False switches an option off.
 """
 _REFUSED_IF_SAMPLING = {"use top_k, top_p, min_p or typical_p instead": "top_h epsilon_cutoff eta_cutoff"}
 _OFF_AT_ONE = {"num_beams", "num_beam_groups", "guidance_scale", "encoder_repetition_penalty", "num_return_sequences"}

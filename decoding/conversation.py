@@ -18,7 +18,7 @@ class Conversation:
     Each turn encodes all messages again with the chat template, or joins them by line ends if there is no template. So
     the answer is the one that `Engine` decodes for the same messages, even after interrupted or undone turns. The
     target reuses its cache up to the first token that differs. If the template changes an earlier answer, or if the
-    answer's text now has other tokens, part of that answer runs again. Drafts keep no cache between turns.
+    answer's text is now split into other tokens, part of that answer runs again. Drafts keep no cache between turns.
 
     ``messages`` are the messages of finished turns, in the form that chat templates take. ``answer_limit`` is the token
     limit of the last answer: ``max_new_tokens``, or fewer tokens if the context is nearly full.

@@ -52,7 +52,8 @@ def fast_dtype() -> str:
 def default_device() -> torch.device:
     """Return the current GPU of this process, or the CPU if there is none.
 
-    The GPU has its number, because transformers reads weights in other threads, whose current GPU is the first one.
+    The returned device includes the GPU's number, because transformers reads weights in other threads, and the current
+    GPU of those threads is the first one.
     """
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 

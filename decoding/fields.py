@@ -29,7 +29,7 @@ PROMPT_FIELDS = (
 ANSWER_FIELDS = (
     *("answer", "response", "output", "completion", "solution", "canonical_solution", "code", "instances", "chosen"),
 )
-"""``instances`` is a list of inputs with outputs in self-instruct; the first output is the answer."""
+"""In self-instruct, ``instances`` is a list of inputs with outputs; the first output is the answer."""
 SYSTEM_FIELDS = ("system", "system_prompt", "system_message")
 _ABOUT, _REFERRING = ("input", "context"), ("prompt", "question", "instruction", "query")
 METADATA = frozenset(
@@ -136,8 +136,8 @@ def answer_of(row: dict[str, Any], name: str, where: str) -> list[Message]:
 
 
 def unread_columns(row: dict[str, Any], columns: Set[str], messages: Iterable[Message]) -> tuple[str, ...]:
-    """Return the columns of a row whose content is ignored: all columns that are not in ``columns``, not metadata, not
-    empty, and do not repeat a text of ``messages`` or ``columns``.
+    """Return the columns whose content is ignored: all columns of the row that are not in ``columns``, are not
+    metadata, are not empty, and do not repeat a text of ``messages`` or of a column in ``columns``.
     """
     said = [*_EMPTY, *(message["content"] for message in messages), *(row.get(name) for name in columns)]
     return tuple(
@@ -209,12 +209,12 @@ def tools_of(row: dict[str, Any], where: str) -> Tools | None:
 def check_messages(value: Any, where: str) -> list[Message]:
     """Return messages in the form that chat templates take, with role and content as text.
 
-    Raises UserError if impossible.
+    Raises UserError if the value cannot be brought into this form.
 
     Messages have ``role`` and ``content`` (OpenAI) or ``from`` and ``value`` (ShareGPT). A message with only tool calls
-    or reasoning gets an empty content, and reasoning gets all names in `REASONING`. Older forms of calls become
-    ``tool_calls``, and JSON arguments (OpenAI's format) become an object, as servers pass them to templates. Empty
-    fields are left out.
+    or reasoning gets an empty content, and reasoning is stored under all names in `REASONING`. Older forms of calls
+    become ``tool_calls``, and JSON arguments (OpenAI's format) become an object, as servers pass them to templates.
+    Empty fields are left out.
     """
     if not isinstance(value, list) or not value:
         raise UserError(f"{where}: the messages are {value!r:.60}, not a list of messages")

@@ -70,19 +70,19 @@ class HeadstartModel:
     ) -> "HeadstartModel":
         """Load a target, and a drafter for it, from folders or the Hub.
 
-        Hub names are ORG/NAME or ORG/NAME@REVISION, also in ``drafter``: ``"heads:ORG/NAME@v1"``. ``local_files_only``
-        reads only the local cache.
+        Hub names are ORG/NAME or ORG/NAME@REVISION, and so are Hub names in ``drafter``: ``"heads:ORG/NAME@v1"``.
+        ``local_files_only`` reads only the local cache.
 
         ``drafter`` is written as for ``--drafter``: a registry name with path and options (``"lookup"``,
         ``"heads:runs/heads/final"``, ``"draft-tree:runs/draft/final,depth=5"``), or only the folder or Hub id of heads
         or of a draft. None means plain decoding. ``draft_options`` are further options (``tokens=4``) from
-        `decoding.drafters.registry.REGISTRY`. A draft's tokenizer must match ``tokenizer``; if ``tokenizer`` is not
-        set, it must match the tokenizer of a target given by name.
+        `decoding.drafters.registry.REGISTRY`. A draft's tokenizer must match ``tokenizer``. If ``tokenizer`` is not set
+        and the target is given by name, the draft's tokenizer must match the target's tokenizer.
 
         ``dtype`` (or ``torch_dtype``) and ``device`` apply to a target given by name; heads and drafts use the dtype
         and device of their target. ``dtype`` may be a name of the command line: fast (the default), bf16, fp16 or fp32;
         fast is bf16 if the device supports it natively, and otherwise fp32. ``"auto"`` keeps the stored dtype. The
-        default device is the first GPU if there is one, or all GPUs if the weights do not fit on the first.
+        default device is the first GPU if there is one, or all GPUs if the weights do not fit on the first GPU.
 
         ``static`` says whether target and drafts run in fixed shapes. With ``"graphs"`` they run as CUDA graphs, with
         ``"eager"`` without graphs, and with ``"off"`` in dynamic shapes. ``"auto"`` means graphs on a CUDA device if

@@ -143,9 +143,10 @@ class _Seconds:
 
     @property
     def lacks_plain(self) -> bool:
-        """True if the next step should be plain, because plain steps were never timed, too rarely, or too long ago.
+        """True if the next step should be plain, because plain steps were never timed, were timed too rarely, or were
+        timed too long ago.
 
-        Once two plain steps are known, the next plain step is due when it lowers the speed by a share of less than
+        Once two plain steps are known, the next plain step is due when it would lower the speed by a share of less than
         `_TIMING`. If drafts gain little, this plain step comes soon, because a wrong time for plain steps would hide
         whether drafts gain at all. If drafts gain much, the step comes late. On a machine whose speed changes, an old
         time would make drafts look faster or slower than they are.
@@ -158,7 +159,8 @@ class _Seconds:
         return bool(self._of) and (count < 2 or due)
 
     def cost(self, budget: Budget, drafted: int) -> float:
-        """Return the cost of a step with this budget, in plain steps, from recent steps with about as many tokens.
+        """Return the cost, in plain steps, of a step with this budget and number of drafted tokens. The cost is taken
+        from recent steps with about the same number of drafted tokens.
 
         The cost exceeds `_DEAREST` only if no step with the budget has cost less. Otherwise a hiccup or a slow spell of
         the machine would make drafts look expensive for a while. The method also records the lowest cost.

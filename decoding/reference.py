@@ -52,8 +52,8 @@ def speculate(
         # 2. Verify: one target pass computes the target's distribution p after the text and after each drafted token.
         p = probabilities(target(text + drafted)[len(text) - 1 :], sampling)
 
-        # 3. Commit: keep drafted tokens, from the first on, until one is rejected. In place of the rejected token,
-        # write a token drawn from the part of p that exceeds q; if no token is rejected, add a token drawn from p.
+        # 3. Commit: keep drafted tokens, in order, until one is rejected. In place of the rejected token, write a token
+        # drawn from the part of p that exceeds q; if no token is rejected, add a token drawn from p.
         accepted, rest = 0, p[len(drafted)]
         for token, q_token, p_token in zip(drafted, q, p, strict=False):
             residual = (p_token - q_token).clamp(min=0)

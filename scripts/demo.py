@@ -73,7 +73,7 @@ def read_target() -> None:
 
 
 def write() -> None:
-    """Let the target write a few rows of training data.
+    """Have the target write a few rows of training data.
 
     The recipes train on many such rows, which recipes/quickstart/README.md describes: writing them takes an hour.
     """

@@ -1,7 +1,8 @@
-"""Numbers for docs/explanation: every outcome of the acceptance rules on a small p and q, and the law of the speed-up.
+"""Numbers for docs/explanation: every outcome of the acceptance rules on a small p and q, and the speed-up by formula.
 
 The rules are the code that decoding runs, and the enumeration that proves these rules also computes their outcomes. The
-law comes from `decoding.metrics` and `decoding.rules.best_tree`. This module adds no formulas.
+formulas for the speed-up come from `decoding.metrics` and `decoding.rules.best_tree`. This module adds no other
+formulas.
 """
 
 import json
@@ -136,7 +137,7 @@ def _turn(rule: str, kind: ProposalKind, shape: str) -> Enumerated:
     return enumerate_turn(draft, RULES[rule], same_everywhere(P, depth + 1), depth + 1)
 
 
-# --- the law of the speed-up ------------------------------------------------------------------------------------------
+# --- the speed-up by formula ------------------------------------------------------------------------------------------
 
 RATES = tuple(place / 50 for place in range(51))
 DEPTHS = (1, 2, 4, 8)
@@ -166,8 +167,8 @@ def measured_costs() -> Mapping[str, Mapping[int, float]]:
 
 @cache
 def law_costs() -> Mapping[int, float]:
-    """Return v(n) of `BUSY`, made non-decreasing, because a pass that looks cheaper than a pass over fewer tokens is
-    noise.
+    """Return v(n) of `BUSY`, made non-decreasing: if a pass looks cheaper than a pass over fewer tokens, the difference
+    is noise.
     """
     curve = measured_costs()[BUSY]
     return dict(zip(curve, accumulate(curve.values(), max), strict=True))
@@ -204,8 +205,8 @@ def example_tree() -> tuple[TreeShape, tuple[tuple[int, ...], ...], tuple[float,
 
 
 def kept_of_trees(nodes: int) -> tuple[float, float]:
-    """Return the expected numbers of kept tokens of the best chain and the best tree of at most ``nodes`` drafted
-    tokens.
+    """Return how many tokens are expected to be kept, for the best chain and for the best tree, each with at most
+    ``nodes`` drafted tokens.
     """
     chain = [(0,) * depth for depth in range(1, min(nodes, len(SHARES)) + 1)]
     return expected_accepted(chain, SHARES), expected_accepted(best_tree(SHARES, nodes), SHARES)

@@ -67,8 +67,8 @@ def legend(pen: Pen, y: float, entries: Sequence[tuple[str, str]]) -> None:
 
 
 def draw_rule(name: str, colours: Colours) -> Figure:
-    """Draw the first token that a rule writes: each token's probability, split by the token's origin, with p and the
-    draft's q.
+    """Draw, for the first token that a rule writes, each token's probability, split by the token's origin. Also draw p
+    and the draft's q.
     """
     rows, goal = explained.split(name), explained.wanted(EXAMPLES[name].rule)
     kept = sum(sum(row[:-1]) for row in rows)

@@ -257,7 +257,7 @@ def accepted_table(report: Report) -> str:
 
 
 def gained_table(report: Report) -> str:
-    """Return a table of speed-ups over plain decoding on the first target, and in brackets over assisted generation."""
+    """Return a table of speed-ups on the first target over plain decoding, and in brackets over assisted generation."""
     target = next(iter(report["rows"][0]["speed"]), None) or "storyteller-11m"
 
     def cell(row: Report) -> str:
@@ -356,7 +356,7 @@ MAKER = "scripts/publish_results.py"
 
 
 def block(name: str, content: str, maker: str = MAKER) -> str:
-    """Return a block between the marks that `renewed` looks for; the marks name the script that writes it."""
+    """Return a block between the marks that `renewed` looks for; the marks name the script that writes the block."""
     return f"<!-- {name}: {maker} -->\n{content}\n<!-- end of {name} -->"
 
 

@@ -36,7 +36,9 @@ from decoding.text import Detokenizer, Step, Tally
 
 
 def median_steps(runs: Sequence[Sequence[Step]]) -> list[Step]:
-    """Return the steps of repeated runs with median seconds; raise ValueError if the runs differ in any token."""
+    """Combine repeated runs into one list of steps, in which each step has its median seconds over the runs. Raise
+    ValueError if the runs differ in any token.
+    """
     if len({tuple(step.tokens for step in run) for run in runs}) > 1:
         raise ValueError("repeated runs wrote different tokens: use --dtype fp32")
     return [
@@ -52,7 +54,7 @@ def _seconds(step: Step) -> tuple[float, float, float]:
 def told(
     steps: Sequence[Step], runs: Sequence[Sequence[Step]], tokenizer: PreTrainedTokenizerBase, eos: Sequence[int]
 ) -> dict[str, Any]:
-    """Return a run's entry in the report. The seconds count from the first token; the prefill has a separate entry."""
+    """Return a run's entry in the report. Seconds are counted from the first token; the prefill has its own entry."""
     tally, detokenizer, rows = Tally.of(steps), Detokenizer(tokenizer), []
     for step in steps:
         texts = ["" if token in eos else detokenizer.push(token) for token in step.tokens]

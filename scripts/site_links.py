@@ -32,7 +32,7 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add every file outside docs/ that is in the nav or linked from a page, and the files that these link to."""
+    """Add every file outside docs/ that is in the nav or linked from a page, and the files to which such files link."""
     in_nav = {uri.removeprefix(FOLDER) for uri in _uris(config.nav) if uri.startswith(FOLDER)}
     found = set(in_nav)
     for page in files.documentation_pages():

@@ -51,7 +51,7 @@ def commands() -> str:
 
 
 def drafters() -> str:
-    """Return a table of the drafters: an option without a default is written ``name=``."""
+    """Return a table of the drafters, in which an option without a default is written ``name=``."""
     rows = []
     for name, entry in REGISTRY.items():
         options = ", ".join(f"{option}={known.shown}" for option, known in entry.options.items())

@@ -48,7 +48,7 @@ def code_lines(source: str, tree: ast.Module) -> int:
 
 
 def options_of(command: Any) -> Iterator[int]:
-    """Yield the number of options of each command below ``command``; groups of commands do not count."""
+    """Yield the number of options of each command below ``command``; groups of commands are left out."""
     if hasattr(command, "commands"):
         for each in command.commands.values():
             yield from options_of(each)

@@ -1,4 +1,4 @@
-"""Train a recipe like ``headstart train``; ``accelerate launch`` starts this script in every process."""
+"""Train a recipe, as ``headstart train`` does; ``accelerate launch`` starts this script in every process."""
 
 import sys
 

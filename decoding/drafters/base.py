@@ -85,7 +85,7 @@ class DraftSession(Protocol):
         """Begin a new text in row ``row``, and forget the row's last text."""
 
     def move(self, row: int, to: int) -> None:
-        """Move the text in row ``row`` to row ``to``; the rows from ``row`` on are no longer used."""
+        """Move the text in row ``row`` to row ``to``. Row ``row`` and all rows after it are no longer used."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Draft a tree for each of the rows 0, 1, ….
@@ -132,7 +132,8 @@ class Drafter(ABC):
     artefact: str | None = None
     """Kind of the trained artefact used for drafting: "heads", "draft", or None."""
     rough_cost: float = 0.1
-    """Rough cost of the largest draft, in units of a target pass; used for decisions that must not read the clock."""
+    """Rough cost of the largest draft, in units of a target pass; used for decisions that must not depend on the clock.
+    """
 
     max_positions: int | None = None
     """Longest text that the drafter supports, in tokens; None if its models set no limit."""

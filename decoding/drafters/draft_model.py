@@ -1,4 +1,4 @@
-"""A small causal language model as a drafter of chains, token by token."""
+"""A small causal language model as a drafter: it writes chains, token by token."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import Proposal, TokenTree, TreeShape
 
 _FEW = 8
-"""If a text has more new tokens than this number, they run in a separate pass before the chain."""
+"""If a text has more new tokens than this number, the new tokens run in a separate pass before the chain."""
 
 
 def check_draft(draft: CausalLM, target: CausalLM, max_length: int) -> None:
@@ -102,7 +102,7 @@ class DraftState:
         return [logits[row, len(block) - 1 : len(trees[row])] for row, block in enumerate(blocks)]
 
     def rewind(self, row: int, length: int) -> None:
-        """Forget the tokens of a row's text from ``length`` on."""
+        """Forget all but the first ``length`` tokens of a row's text."""
         if length < self._committed[row]:
             self._run_trees.pop(row, None)
             self.cache.truncate(row, length)
@@ -126,8 +126,8 @@ class DraftState:
         return blocks
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
-        # A token that the draft does not know is replaced by the draft's last token.
-        # This makes q worse, but the text is lossless with any q.
+        # A token that the draft does not know is replaced by the draft's last token. This makes q worse, but decoding
+        # is lossless with any q.
         last = self.draft.vocab_size - 1
         return [min(token, last) for token in tokens]
 
@@ -154,7 +154,9 @@ class DraftState:
         return self.over_target_vocabulary(self.draft.step(known, self.cache).logits)
 
     def run_level(self, trees: Sequence[TokenTree], first: Sequence[int]) -> list[Tensor]:
-        """Run the nodes of each tree from ``first[row]`` on; return their logits, (nodes, vocab) for each row."""
+        """Run the nodes of each tree, starting at node ``first[row]``; return their logits, (nodes, vocab) for each
+        row.
+        """
         logits = self.over_target_vocabulary(self.draft.verify(trees, self.cache, first).logits)
         return [logits[row, : len(tree) - left] for row, (tree, left) in enumerate(zip(trees, first, strict=True))]
 

@@ -19,11 +19,12 @@ from decoding.rules.tree import Proposal, ProposalKind, TokenTree, TreeShape
 
 
 class DraftTreeDrafter(Drafter):
-    """Drafter of a tree with the ``nodes`` likeliest nodes (root included) that a beam search of the draft finds.
+    """Drafter of a tree that consists of the likeliest nodes that a beam search of the draft finds; ``nodes`` is the
+    number of nodes, including the root.
 
-    A node's score is the draft's probability of its whole path. Each pass runs the best ``width`` nodes of a level, and
-    each of these nodes gets its best ``width`` tokens as children. The best children of all levels form the tree. The
-    tree depends only on the text, so proposals are deterministic at any temperature. Above temperature 0 the
+    A node's score is the draft's probability of the node's whole path. Each pass runs the best ``width`` nodes of a
+    level, and each of these nodes gets its best ``width`` tokens as children. The best children of all levels form the
+    tree. The tree depends only on the text, so proposals are deterministic at any temperature. Above temperature 0 the
     probabilities are taken after every sampling control.
     """
 

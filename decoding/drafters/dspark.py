@@ -72,12 +72,12 @@ class DSparkDrafter(GrownDrafter):
 class TextKeys:
     """Keys and values of the texts of a batch, and of the block after each text: (layers, rows, key heads, room, dim).
 
-    Keys of a text come from the target's states at committed tokens, so they are never dropped. Only the keys of whole
-    blocks are dropped.
+    Keys of a text come from the target's states at committed tokens, so they are never dropped. The keys of a block are
+    always dropped as a whole.
     """
 
     def __init__(self, draft: DSparkDraft, rows: int, longest: int) -> None:
-        """``longest``: length that the longest text will have at its end, in positions."""
+        """``longest``: the length, in positions, that the longest text will have when it ends."""
         config, weight = draft.config, draft.fc.weight
         room = longest + config.slots
         shape = (config.num_hidden_layers, rows, config.num_key_value_heads, room, config.head_dim)
@@ -105,7 +105,7 @@ class TextKeys:
             self._append(first, states if together else states[first : first + 1])
 
     def _append(self, first: int, states: Sequence[Float[Tensor, "tokens taps"]]) -> None:
-        """Add the states at the next tokens to the rows from ``first`` on."""
+        """Add the states at the next tokens to the rows ``first``, ``first + 1``, …."""
         counts = list(map(len, states))
         if not any(counts):
             return

@@ -62,7 +62,9 @@ class Eagle3Drafter(GrownDrafter):
 
 
 class Eagle3TreeDrafter(DraftTreeDrafter):
-    """Drafter of a tree with the ``nodes`` likeliest nodes (root included) that a beam search of the draft finds."""
+    """Drafter of a tree that consists of the likeliest nodes that a beam search of the draft finds; ``nodes`` is the
+    number of nodes, including the root.
+    """
 
     name = "eagle3 tree"
 
@@ -98,7 +100,7 @@ class _Level(NamedTuple):
 
 
 def _level(shapes: Sequence[TreeShape], first: Sequence[int], device: torch.device) -> _Level:
-    """Describe the level that consists of each tree's nodes from ``first[row]`` to the end."""
+    """Describe the level that consists of node ``first[row]`` of each tree and all nodes after it."""
     counts = [len(shape) - begin for shape, begin in zip(shapes, first, strict=True)]
     width = max(counts)
     last = max(map(len, shapes)) - (min(counts) == width)  # padding, if there is any, needs one more number
@@ -192,7 +194,7 @@ class Eagle3State:
         return self.draft.logits(self._states[: len(texts), 0])
 
     def _append(self, first: int, texts: Sequence[Sequence[int]], states: Sequence[Tensor]) -> None:
-        """Add the slots of the next tokens, made from the target's states, to the rows from ``first`` on."""
+        """Add the slots of the next tokens, made from the target's states, to the rows ``first``, ``first + 1``, …."""
         counts, device = list(map(len, states)), self.draft.device
         if not (width := max(counts)):
             return
@@ -240,7 +242,7 @@ class Eagle3State:
         visible: Bool[Tensor, "rows width keys"] | None,
         keys: int,
     ) -> Float[Tensor, "rows width hidden"]:
-        """Run new slots of the rows from ``first`` on, and return their states.
+        """Run new slots of the rows ``first``, ``first + 1``, …, and return the states of these slots.
 
         Their keys and values are stored at the indices ``slots``.
         """
@@ -270,7 +272,9 @@ class Eagle3State:
         return over_vocabulary(self.read(texts), self.output_tokens, self._target.vocab_size)
 
     def run_level(self, trees: Sequence[TokenTree], first: Sequence[int]) -> list[Tensor]:
-        """Run the nodes of each tree from ``first[row]`` on; return their logits, (nodes, vocab) for each row."""
+        """Run the nodes of each tree, starting at node ``first[row]``; return their logits, (nodes, vocab) for each
+        row.
+        """
         news = [tree.token_list[begin:] for tree, begin in zip(trees, first, strict=True)]
         device = self.draft.device
         tokens = torch.tensor([token for new in news for token in new]).to(device, non_blocking=True)

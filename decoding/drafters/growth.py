@@ -136,7 +136,7 @@ class ConditionalLogits:
 
 
 class _Level(NamedTuple):
-    """The nodes at one depth that have children, in all trees of a batch; node numbers continue from tree to tree."""
+    """The nodes at one depth that have children, in all trees of a batch. Nodes are numbered across all trees."""
 
     rows: Int[Tensor, " parents"]
     parents: Int[Tensor, " parents"]
@@ -148,7 +148,7 @@ class _Level(NamedTuple):
     parents_by_row: tuple[tuple[int, ...], ...]
     """The parents in each row, by their numbers in the tree of that row."""
     q_rows: Int[Tensor, " parents"]
-    """The parents' numbers among the nodes with children; these numbers also continue from tree to tree."""
+    """The parents' numbers among the nodes with children; these numbers also run across all trees."""
 
 
 def _levels(cuts: tuple[Cut, ...], device: torch.device) -> list[_Level]:

@@ -102,7 +102,7 @@ class _Mean:
 
 
 class _FirstChoice:
-    """The decisions for one text whether the first drafter drafts, and the results on which they are based."""
+    """Decides, for one text, whether the first drafter drafts; keeps the results on which the decisions are based."""
 
     def __init__(self) -> None:
         self._looked_up = [_Mean() for _ in range(_LENGTHS)]

@@ -100,7 +100,9 @@ def _match_length(tokens: Sequence[int], end: int) -> int:
 
 
 def _continuation(tokens: Sequence[int], end: int, size: int, count: int) -> list[int]:
-    """Return up to ``count`` tokens from ``end`` on, where an occurrence of the text's last ``size`` tokens ends."""
+    """Return up to ``count`` tokens, starting at index ``end``, where an occurrence of the text's last ``size`` tokens
+    has just ended.
+    """
     period = len(tokens) - end
     length = count if period <= size else min(count, period)
     return [tokens[end + index % period] for index in range(length)]

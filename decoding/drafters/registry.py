@@ -44,7 +44,7 @@ Weights = Literal["heads", "draft", "dspark draft", "eagle3 draft", "heads or dr
 
 
 class ForeignDraft(NamedTuple):
-    """A draft whose tokenizer differs from the target's, with both tokenizers."""
+    """A draft whose tokenizer differs from the target's tokenizer, together with both tokenizers."""
 
     draft: CausalLM
     draft_tokenizer: PreTrainedTokenizerBase
@@ -68,7 +68,7 @@ class Entry:
 
 
 def _entry(summary: str, weights: Weights | None, kind: Callable[..., Drafter]) -> Entry:
-    """Make an entry whose options are the parameters of the drafter's class after its weights."""
+    """Make an entry. Its options are the parameters of the drafter's class, except the weights."""
     count = 0 if weights is None else 1
     return Entry(summary, weights, options_of(kind, count), lambda loaded, values: kind(*[loaded][:count], **values))
 
@@ -134,9 +134,9 @@ def parse_drafter(text: str, **options: Any) -> DrafterSpec:
     ``options`` are further options, from the call of `HeadstartModel.from_pretrained`.
 
     Raises UserError, in one sentence, for an item that is misspelt, missing or out of range. The weights are not read,
-    but a PATH without a name is looked up, on the Hub if it is not a folder. Such a PATH means a ``hybrid`` of
-    ``heads``, ``dspark``, ``eagle3`` or ``draft``, depending on the weights in it. If one of the options exists only
-    for trees, ``eagle3-tree`` or ``draft-tree`` is used.
+    but a PATH without a name is looked up; if it is not a folder, it is looked up on the Hub. Such a PATH means a
+    ``hybrid`` of ``heads``, ``dspark``, ``eagle3`` or ``draft``, depending on the weights in it. If one of the options
+    exists only for trees, ``eagle3-tree`` or ``draft-tree`` is used.
     """
     name, path, given = split_spec(text, tuple(REGISTRY))
     given = {**given, **options}

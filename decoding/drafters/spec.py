@@ -81,8 +81,9 @@ def all_paths(specs: Mapping[str, DrafterSpec]) -> dict[str, str]:
 def split_spec(text: str, names: Sequence[str]) -> tuple[str | None, str | None, dict[str, str]]:
     """Split a spec into name (None if it begins with the path), path and options, unchecked.
 
-    A text that begins with none of ``names`` is a path if it exists or has a slash. After a name the first item is the
-    path if it exists or lacks ``=``. If several items together form an existing path, they are the path.
+    A text that begins with none of ``names`` is a path if it exists or has a slash. After a name, the first item is the
+    path if a file or folder of this name exists, or if the item lacks ``=``. If several items together form an existing
+    path, they are the path.
 
     Raises UserError for an unknown name, and for an item that is neither the path nor ``option=value``.
     """

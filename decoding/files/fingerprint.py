@@ -53,10 +53,10 @@ def fingerprint(module: nn.Module) -> str:
 def stored_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str:
     """Return a short hash of the files of a model, heads or LoRA adapters, in a folder or under a Hub id.
 
-    The hash covers the config and every tensor's name, shape, stored dtype and bytes. It also covers the tree of heads,
-    because their figures depend on the tree, and the base model of adapters. Files are read in pieces at about a second
-    per GB, and only once unless they change (once per process for adapters and for less than a GB). A change that
-    leaves all sizes and times of files as they are is not noticed.
+    The hash covers the config and every tensor's name, shape, stored dtype and bytes. It also covers the base model of
+    adapters, and the tree of heads, because the figures of heads depend on the tree. Files are read in pieces at about
+    a second per GB, and only once unless they change; files of adapters, and folders of less than a GB, are read once
+    per process. A change that leaves all sizes and times of files as they are is not noticed.
 
     Raises UserError if the model does not exist or one of its files cannot be read.
     """
@@ -69,7 +69,7 @@ def stored_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str
 
 @lru_cache(maxsize=16)
 def _stored_fingerprint(folder: Path, trust_remote_code: bool, files: tuple[tuple[str, int, int, int], ...]) -> str:
-    """Compute `stored_fingerprint`; ``files`` (names, sizes, times of changes) only serves as a key of the cache.
+    """Compute `stored_fingerprint`; ``files`` (names, sizes, times of changes) serves only as a key of the cache.
 
     The fingerprint of a large folder is kept on disk, because each start of a run would hash the weights again.
     """

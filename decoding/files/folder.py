@@ -31,7 +31,7 @@ UNREADABLE = (
 )
 """Errors that transformers and its libraries raise when they cannot build a model or a config."""
 OUTPUT_TOKENS_KEY = "headstart_output_tokens"
-"""Key in a draft's config.json. The value names the file, in the same folder, with the tokens of the trimmed
+"""Key in a draft's config.json. Its value names a file in the same folder, which lists the tokens of the trimmed
 lm_head."""
 OUTPUT_TOKENS_NAME = "output_tokens.json"
 HEADS_FORMAT = "headstart-medusa"

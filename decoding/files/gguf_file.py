@@ -1,9 +1,9 @@
 """GGUF files as models: each file is converted once into a folder, which is read like any model's folder.
 
 The folder is in the cache and is named after the file and its checksum. The folder holds the dequantised weights in
-fp32, in which they are not rounded, and the config, tokenizer, chat template and end tokens that the file describes.
-transformers reads the file; this module adds settings that transformers' reader ignores, and rejects files that the
-reader would misread.
+fp32, so that they are not rounded. It also holds the config, tokenizer, chat template and end tokens that the file
+describes. transformers reads the file; this module adds settings that transformers' reader ignores, and rejects files
+that the reader would misread.
 """
 
 import hashlib
@@ -77,7 +77,7 @@ def converted(file: Path) -> Path:
                     _convert(file, partial, {"file": file.name, "sha256": checksum})
                     partial.rename(folder)
                 finally:
-                    shutil.rmtree(partial, ignore_errors=True)  # even after an error, because it may fill the disk
+                    shutil.rmtree(partial, ignore_errors=True)  # removed even after an error: it may fill the disk
     except (OSError, SafetensorError) as error:
         remedy = "make room there, or set HEADSTART_CACHE to another folder"
         raise UserError(f"the weights of {file} cannot be written to {folder} ({error}): {remedy}") from error
@@ -86,7 +86,7 @@ def converted(file: Path) -> Path:
 
 @lru_cache(maxsize=16)
 def _checksum(file: Path, size: int, changed: int) -> str:
-    """Return a file's SHA-256; ``size`` and ``changed`` only belong to the key of the cache."""
+    """Return a file's SHA-256; ``size`` and ``changed`` serve only as parts of the cache's key."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 

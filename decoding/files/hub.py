@@ -87,9 +87,10 @@ def hub_name(name: str | Path) -> HubName | None:
 def local_folder(name: str | Path, weights: bool = True) -> Path:
     """Return the folder of this name. For a Hub id, fetch missing files and return the snapshot in the cache.
 
-    A GGUF file is fetched as a whole and converted; its folder is in another cache. Of other models, only the files
-    that this package reads are fetched, and weights only if ``weights`` is true. Raises UserError if the folder,
-    repository or revision does not exist or may not be read, or if it is not cached and the Hub cannot be reached.
+    A GGUF file is fetched as a whole and converted; its folder is in another cache. For other models, only the files
+    that this package reads are fetched, and weights are fetched only if ``weights`` is true. Raises UserError if the
+    folder, repository or revision does not exist or may not be read, or if it is not cached and the Hub cannot be
+    reached.
     """
     if is_embedded(name):
         return embedded_folder()
@@ -111,7 +112,7 @@ def local_folder(name: str | Path, weights: bool = True) -> Path:
 
 
 def commit_of(name: str | Path) -> str | None:
-    """Return the commit hash of a Hub id, which is resolved now unless it was resolved earlier; None for a folder."""
+    """Return the commit hash of a Hub id (None for a folder). The id is resolved now unless it was resolved earlier."""
     if (named := hub_name(name)) is None:
         return None
     return (local_folder(name, weights=False) if named.file is None else _snapshot_of_file(named)).name

@@ -155,7 +155,8 @@ def has_weights(folder: Path) -> bool:
 
 
 def named_files(folder: Path, remedy: str) -> list[Path]:
-    """Return the weight file, or all shards in the index, even missing shards. Without both, the list is empty.
+    """Return the weight file, or all shards in the index, even missing shards. If there is neither a weight file nor an
+    index, the list is empty.
 
     Raises UserError with ``remedy`` for a shard outside the folder.
     """
@@ -182,7 +183,8 @@ def _is_shard(name: object) -> bool:
 
 
 def weight_files(folder: Path, remedy: str) -> list[Path]:
-    """Return the weight file, or the shards in the index. Without both, the list is empty.
+    """Return the weight file, or the shards in the index. If there is neither a weight file nor an index, the list is
+    empty.
 
     Raises UserError with ``remedy`` unless each shard exists inside the folder.
     """
@@ -264,8 +266,8 @@ def _count_non_finite(tensor: Tensor) -> int:
 def without_d2t(
     header: Mapping[str, StoredTensor], outputs: int | None, folder: Path, remedy: str
 ) -> dict[str, StoredTensor]:
-    """Return a header without ``d2t``; raise UserError unless d2t has ``outputs`` whole numbers, or is missing if
-    ``outputs`` is None.
+    """Return a header without ``d2t``. Raise UserError unless d2t has ``outputs`` whole numbers; if ``outputs`` is
+    None, raise UserError unless d2t is missing.
     """
     rest = dict(header)
     stored, wanted = rest.pop("d2t", None), None if outputs is None else StoredTensor("I64", (outputs,))

@@ -14,7 +14,7 @@ from decoding.measure.summary import tokens_and_seconds
 from decoding.metrics import FEWEST, Estimate, expanded_quantile, ratio_of_rates
 
 _SMALL = 0.05
-"""We report that no difference was seen only if the interval contains no difference larger than this share."""
+"""The conclusion is "no difference seen" only if the interval contains no difference larger than this share."""
 _WORTH = 0.02
 """Smallest difference for which we suggest more prompts."""
 _POWER80 = 1.959964 + 0.841621
@@ -92,7 +92,9 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Folders of two evaluations, and a row for each common setting, cell and method. For ``load`` see `load_of`."""
+    """Folders of two evaluations, and a row for each setting, cell and method that both evaluations contain. For
+    ``load`` see `load_of`.
+    """
 
     a: str
     b: str
@@ -102,8 +104,8 @@ class Comparison:
 
 
 def conclusion(ratio: Estimate, faster: str = "faster", prompts: int | None = None) -> RatioConclusion:
-    """Judge the ratio B/A by its 95% interval, and say in words what it means for B. ``faster`` is the word for a ratio
-    above 1.
+    """Judge the ratio B/A by its 95% interval, and say in words what the ratio means for B. ``faster`` is the word for
+    a ratio above 1.
 
     ``real``: the interval excludes 1. ``none``: the interval contains 1 and stays within 5% of it. ``open``: any other
     interval, or fewer than eight observations. ``prompts``: the number of prompts, if an observation is a wave of
@@ -130,7 +132,7 @@ def conclusion(ratio: Estimate, faster: str = "faster", prompts: int | None = No
 def compare(
     a: RecordedEvaluation, b: RecordedEvaluation, method: str | None = None, other: str | None = None
 ) -> Comparison:
-    """Compare every common setting, cell and method.
+    """Compare every setting, cell and method that both evaluations contain.
 
     ``method`` is a method of A, and ``other`` is a method of B. Raises UserError if the targets or prompts differ, or
     if a method is missing from its evaluation.

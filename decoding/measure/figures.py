@@ -55,7 +55,7 @@ def _with_range(middle: float | None, low: float | None, high: float | None, uni
 
 
 def shares(figures: Sequence[Figure], most: int | None = None) -> str:
-    """Format the shares of the first ``most`` positions (None: all), each with its observations: ``0.89 (312)``."""
+    """Format the shares of the first ``most`` positions (None: all), with numbers of observations: ``0.89 (312)``."""
     shown = (
         NONE if share.value is None else f"{number(share.value)} ({share.observations:,})" for share in figures[:most]
     )
@@ -124,7 +124,7 @@ def at(row: ReportRow, axis: Axis) -> int | None:
 
 
 def below_from(points: Sequence[tuple[int, float]]) -> int | None:
-    """Return the first position from which on all speed-ups are below 1.
+    """Return the first position at which the speed-up is below 1 and after which it stays below 1.
 
     Returns None if the last speed-up is not below 1, or if there is only one point.
     """
@@ -142,8 +142,8 @@ def below_from(points: Sequence[tuple[int, float]]) -> int | None:
 def answers(report: Report) -> list[str]:
     """Return one sentence for each setting.
 
-    The sentence names the fastest method, and the load or context from which on this method is slower than plain
-    decoding.
+    The sentence names the fastest method, and the load or context at which this method becomes slower than plain
+    decoding and stays slower.
     """
     return [_answer(report, setting) for setting in settings(report)]
 

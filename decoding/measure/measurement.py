@@ -72,8 +72,8 @@ class Measurement:
     def run(self) -> None:
         """Decode all units of this process that lack a record; process 0 also measures the cost curve.
 
-        The passes of the curve are measured after as many tokens as the first cell's texts have on average when half of
-        the new tokens are written, because the curve predicts only the rows of this cell.
+        The curve predicts only the rows of the first cell. Its passes are therefore measured after as many tokens as
+        the texts of this cell have on average when half of their new tokens are written.
         """
         warm: GridCell | None = None
         for unit in self._missing():
@@ -134,7 +134,7 @@ class Measurement:
         prompts = self._prompts(unit)
         if not prompts:
             return
-        indices = sorted(prompts, key=lambda index: -len(prompts[index]))  # for the least padding in transformers
+        indices = sorted(prompts, key=lambda index: -len(prompts[index]))  # so that transformers pads least
         ordered = [prompts[index] for index in indices]
         ids = [self.source.ids[index] for index in indices]
         for key, method in self._keys(unit):
@@ -203,7 +203,7 @@ class Measurement:
         return all(limit is None or len(prompt) + self.config.max_new_tokens <= limit for limit in limits)
 
     def _warm_up(self, cell: GridCell) -> None:
-        """Decode by every method those first turns that need the most memory."""
+        """With every method, decode those first turns that need the most memory."""
         longest = sorted(self._first_turns(cell), key=len, reverse=True)[: cell.batch_size]
         for method in self.methods_of(cell):
             self._run(method, longest, [self.config.seed] * len(longest), cell.batch_size)

@@ -75,7 +75,9 @@ class Method:
     """
     shape: Literal["chain", "tree"] | None = None
     drafts: Drafts | None = None
-    """How drafted tokens are chosen: drawn from a model, as the likeliest tokens of a model, or without a model."""
+    """How drafted tokens are chosen: they are drawn from a model, are a model's likeliest tokens, or come without a
+    model.
+    """
     max_positions: int | None = None
     """Longest text that the method's drafter supports, in tokens; None if the drafter adds no limit."""
     policy: str | None = None
@@ -237,8 +239,8 @@ def _peers(target: CausalLM, setting: str, drafters: dict[str, Drafter], decodin
     """
     peers = [transformers_method(target, setting, TRANSFORMERS, decoding)]
     for name, drafter in drafters.items():
-        # There is no peer for a draft whose vocabulary is padded to another size: transformers assumes another
-        # tokenizer.
+        # There is no peer for a draft whose vocabulary is padded to another size: transformers would assume that the
+        # draft has another tokenizer.
         same = isinstance(drafter, DraftModelDrafter) and drafter.draft.vocab_size == target.vocab_size
         if isinstance(drafter, DraftModelDrafter) and same and not getattr(target.model, "_is_stateful", False):
             depth = drafter.max_depth
@@ -293,7 +295,7 @@ def transformers_generate(
     attention_mask = (torch.arange(longest, device=target.device) >= longest - lengths[:, None]).long()
     models = [target.model] if assistant is None else [target.model, assistant.model]
     options: dict[str, Any] = {} if assistant is None else {"assistant_model": assistant.model}
-    generate: Callable[..., Tensor] = target.model.generate  # type: ignore[assignment]  # a mixin's, not in the type
+    generate: Callable[..., Tensor] = target.model.generate  # type: ignore[assignment]  # the type lacks this method
     clock = _Clock()
     with (
         torch.random.fork_rng([target.device] if target.device.type == "cuda" else []),
@@ -307,7 +309,8 @@ def transformers_generate(
         )
         end = time.perf_counter()
     read = passes[1] - passes[0] if passes else 0.0
-    # Assisted generation emits its first tokens after the draft has read the prompt; our loop emits them before.
+    # Assisted generation emits its first tokens after the draft has read the prompt; our loop emits its first tokens
+    # before that.
     first_at = clock.first_at - read
     first, rest = (seconds / len(prompts) for seconds in (first_at - begin, end - first_at))
     runs: list[Run] = []

@@ -30,7 +30,7 @@ _UNPREPARED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 """Placeholder for the prompts in SPEED-Bench's files on the Hub."""
 _SPEED_BENCH = re.compile(r"qualitative|throughput_\d+k")
 _MOST_TASKS = 30
-"""A field with more distinct values than this does not name tasks."""
+"""A field with more distinct values than this number does not name tasks."""
 
 
 @dataclass(frozen=True)

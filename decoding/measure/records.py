@@ -75,7 +75,7 @@ class Records:
             self.take(line)
         self._file = None if path is None else path.open("a", encoding="utf-8")
         self.provenance: dict[str, Any] | None = None
-        """Provenance of the lines added from now on; it is written together with the first of them."""
+        """Provenance of all lines that will be added; it is written together with the first of these lines."""
 
     def take(self, line: Mapping[str, Any]) -> None:
         """Add the content of a line that was read."""
@@ -135,8 +135,8 @@ def _run(values: Sequence[Any]) -> Run:
 def open_records(folder: Path, rank: int, provenance: Mapping[str, Any]) -> Records:
     """Open the file of process ``rank`` and resume where an earlier run with the same settings stopped.
 
-    First call `check_origin` on every process. No process may start before all processes have opened their files. A
-    partial last line, left by a kill, is cut off.
+    First call `check_origin` on every process. No process may add a record before all processes have opened their
+    files. A partial last line, left by a kill, is cut off.
     """
     path = folder / f"runs-{rank}.jsonl"
     known = [line for file in record_files(folder) for line in read_lines(file)]

@@ -52,7 +52,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def hub_repository(name: str) -> str:
-    """Return ORG/NAME of a data set's name on the Hub, ORG/NAME[@REVISION][:CONFIG]."""
+    """Return the part ORG/NAME of a data set's name on the Hub, whose form is ORG/NAME[@REVISION][:CONFIG]."""
     return re.split("[@:]", name, maxsplit=1)[0]
 
 

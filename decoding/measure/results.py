@@ -93,7 +93,7 @@ class TimeSplit:
 
 @dataclass(frozen=True)
 class ReportRow:
-    """The figures of one method in one setting and cell, or of one task in that cell."""
+    """The figures of one method in one setting and cell: over the whole cell, or over one of its tasks."""
 
     setting: str
     method: str
@@ -119,7 +119,7 @@ class ReportRow:
     speedup_over_transformers_of_totals: Figure | None = None
     speedup_over_transformers: Quartiles | None = None
     identical_to_plain: SameTexts | None = None
-    # Acceptance, by position from 1 on. ``acceptance_length`` is 1 + the mean number of accepted tokens.
+    # Acceptance by position (from 1). ``acceptance_length`` is 1 + the mean number of accepted tokens.
     passes: int | None = None
     tokens_per_pass: Figure | None = None
     acceptance_length: float | None = None
@@ -151,7 +151,8 @@ class Sample:
 class Report:
     """The report of an evaluation.
 
-    ``rows`` are for the first cell, ``grid`` is for the other cells, and ``tasks`` are rows of the first cell by task.
+    ``rows`` are the rows of the first cell, ``grid`` contains the rows of all other cells, and ``tasks`` contains the
+    rows of the first cell by task.
     """
 
     rows: tuple[ReportRow, ...] = ()

@@ -17,7 +17,8 @@ def figures_of(
 ) -> Report:
     """Return a report in which only the rows and counts are set.
 
-    The first of ``cells`` becomes ``rows``, all other cells become ``grid``. ``tasks`` maps question ids to tasks.
+    The report's ``rows`` are for the first of ``cells``, and its ``grid`` is for all other cells. ``tasks`` maps
+    question ids to tasks.
     """
     # The cost curve was measured on one text at a time.
     curve = records.cost_curve if cells[0].batch_size == 1 else None

@@ -60,7 +60,7 @@ def _rope_parameters(text_config: PreTrainedConfig) -> list[dict[str, Any]]:
 def why_not_static(model: PreTrainedModel) -> str | None:
     """Return why the steps of a model cannot have fixed shapes, with a remedy; return None if they can.
 
-    Some rotary embeddings choose their frequencies by the longest position of a step. The host must read this position
+    Some rotary embeddings choose their frequencies by the largest position in a step. The host must read this position
     from the device, which a CUDA graph cannot record (`dynamic_rope_update` in transformers, whose latest version
     avoids this for longrope). Also, a graph covers only one device.
     """
@@ -92,8 +92,8 @@ def check_static(static: str, device: torch.device) -> None:
 def static_of(choice: str, model: PreTrainedModel) -> str | None:
     """Translate the user's ``choice`` into the value of `CausalLM`'s argument ``static``.
 
-    ``auto`` means graphs only on a CUDA device and for a model that allows them. Raises UserError for a choice that
-    `check_static` rejects. `CausalLM` itself rejects a model that cannot run in this way.
+    ``auto`` means graphs if the device is a CUDA device and the model allows them, and dynamic shapes otherwise. Raises
+    UserError for a choice that `check_static` rejects. `CausalLM` itself rejects a model that cannot run in this way.
     """
     check_static(choice, model.device)
     if choice == "auto":

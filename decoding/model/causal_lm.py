@@ -254,9 +254,9 @@ class CausalLM:
     ) -> ModelOutput:
         """Run a tree after each row; each node attends to its row's prefix and its own path.
 
-        Row i runs its nodes from ``first[i]`` on; earlier nodes are cached, as in a tree drafted level by level.
-        Returns hidden states (rows, nodes, hidden) and logits (rows, nodes, vocab); smaller trees are padded. ``taps``:
-        also return the states of all nodes after these layers.
+        Row i runs node ``first[i]`` and all nodes after it. The nodes before it are in the cache already, as in a tree
+        that is drafted level by level. Returns hidden states (rows, nodes, hidden) and logits (rows, nodes, vocab);
+        smaller trees are padded. ``taps``: also return the states of all nodes after these layers.
         """
         return self._run(trees, cache, first, None, taps)
 
@@ -283,8 +283,7 @@ class CausalLM:
     def prepare(
         self, cache: PreallocatedCache, rows: int, nodes: Sequence[int], longest: int, taps: Sequence[int] = ()
     ) -> None:
-        """Record the CUDA graphs that the texts in the first ``rows`` rows will need soon, before their steps are
-        timed.
+        """Record, before the steps are timed, the CUDA graphs that the texts in the first ``rows`` rows will need soon.
 
         ``nodes``: sizes of the coming trees. ``longest``: final length of the longest text, in positions. ``taps``:
         layers after which states will be read. Without graphs this method does nothing.

@@ -29,7 +29,9 @@ def pass_over(curve: Mapping[int, float], size: float) -> float:
 
 
 class _Passes:
-    """Timer of passes over new tokens, which follow ``prefix`` cached tokens in each of ``rows`` texts."""
+    """Timer of passes over new tokens. There are ``rows`` texts; in each text, the new tokens follow ``prefix`` cached
+    tokens.
+    """
 
     def __init__(self, model: CausalLM, sizes: Sequence[int], prefix: int, rows: int) -> None:
         most = max(sizes)
@@ -66,7 +68,7 @@ def measure_costs(
 
     Each of ``rows`` texts has n new tokens. Passes of all sizes alternate, so other load affects all sizes alike. No
     round begins after ``seconds``, but at least three rounds are measured. If a pass looks cheaper than a pass over
-    fewer tokens, this is noise, so the pass gets the larger cost.
+    fewer tokens, the difference is noise, so the pass gets the larger cost.
     """
     passes = _Passes(target, sizes, prefix, rows)
     warm_up, began = 2, time.perf_counter()

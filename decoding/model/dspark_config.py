@@ -332,7 +332,7 @@ def _rotary(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _taps(flat: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the layers (from 0) after which states are read, under whichever name the config has them."""
+    """Return the layers (from 0) after which states are read. Configs store this list under different names."""
     for name in ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"):
         if flat.get(name):
             return tuple(index - 1 for index in flat[name])

@@ -185,7 +185,8 @@ class DSparkDraft(nn.Module):
         self, states: Float[Tensor, "batch positions taps"], positions: Int[Tensor, "batch positions"]
     ) -> list[tuple[Tensor, Tensor]]:
         """Return the text's keys and values for each layer, computed from the target's states at ``positions``."""
-        # Under autocast the layer itself casts, and a copy in fp32 of all layers' states would be large.
+        # Under autocast the states are not cast here: the layer itself casts them, and an fp32 copy of all layers'
+        # states would be large.
         cast = states if torch.is_autocast_enabled(states.device.type) else states.to(self.fc.weight)
         read, rotary = self.hidden_norm(self.fc(cast)), self.rotary(positions)
         return [layer.self_attn.keys_values(read, rotary) for layer in self.layers]  # type: ignore[union-attr, operator]
@@ -261,8 +262,8 @@ def read_described(folder: Path) -> tuple[DSparkConfig, dict[str, StoredTensor]]
 
 
 def check_ends(folder: Path, target: CausalLM) -> None:
-    """Raise UserError if the embedding, lm_head or ids in a folder differ from the target's by more than rounding. A
-    draft that writes only some of the target's tokens has a different lm_head, which is not compared.
+    """Raise UserError if the embedding, lm_head or ids in a folder differ by more than rounding from what the target
+    has. A draft that writes only some of the target's tokens has a different lm_head, which is not compared.
     """
     reduced = read_dspark_config(folder).draft_vocab_size is not None
     ends: dict[str, Any] = {
@@ -302,7 +303,7 @@ class PairedDSpark:
     def embed(self, newest: Int[Tensor, " rows"]) -> Float[Tensor, "rows slots hidden"]:
         """Return the embeddings of each row's block, which consists of the newest token and masks.
 
-        They are not scaled, as in servers.
+        As in servers, the embeddings are not scaled.
         """
         masks = newest.new_full((len(newest), self.config.slots - 1), self.config.mask_token_id)
         return unscaled_embeddings(self.target.model, torch.cat((newest[:, None], masks), 1))

@@ -1,4 +1,4 @@
-"""Steps with dynamic shapes, for target and draft, that run tokens or trees after each row of a cache.
+"""Steps with dynamic shapes, for targets and drafts. A step runs tokens or a tree after each row of a cache.
 
 Each node of a tree attends to its row's prefix and to its own path.
 """
@@ -18,7 +18,9 @@ from decoding.model.forward import ModelOutput, run_model
 from decoding.rules.tree import TokenTree, TreeShape
 
 _APPENDED_TOKENS = 1 << 10
-"""Largest number of tokens in one appending pass, because the mask has a row over all keys for each token."""
+"""Largest number of tokens in one appending pass. The number is limited because each token has a mask row over all
+keys.
+"""
 
 
 _LARGEST_STORED = 256
@@ -35,9 +37,9 @@ def blocked_keys(
 ) -> Bool[Tensor, "rows nodes keys"]:
     """Mark, among a row's first ``keys`` positions, those to which each node must not attend.
 
-    A row's keys are its prefix, then the tree's nodes from ``begin`` on, then padding. ``depths`` are the depths of the
-    running nodes, and ``key_depths`` are the depths of all nodes. ``hidden_from`` marks, for each node, the nodes that
-    are not on the path to it.
+    A row's keys are first its prefix, then the tree's nodes, which start at position ``begin``, and then padding.
+    ``depths`` are the depths of the running nodes, and ``key_depths`` are the depths of all nodes. ``hidden_from``
+    marks, for each node, the nodes that are not on the path to it.
     """
     key, span = torch.arange(keys, device=begin.device)[None], key_depths.shape[1]
     node = (key - begin).clamp(0, span - 1)
@@ -113,8 +115,8 @@ class TreeMasks:
 
 @lru_cache(maxsize=256)
 def of_shape(shape: TreeShape, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return each node's depth, and for each node a mask that is true at the nodes to which it must not attend, on a
-    device.
+    """Return two tensors on a device: each node's depth, and for each node a mask that is true at the nodes to which it
+    must not attend.
     """
     both = shape.depth_tensor, ~shape.ancestor_mask
     depths, hidden = (tensor.to(device, non_blocking=True) for tensor in both)
@@ -184,7 +186,8 @@ class DynamicSteps:
         kept: Sequence[int] | None = None,
         taps: Sequence[int] = (),
     ) -> ModelOutput:
-        """Run the nodes of each tree from ``first`` on; the cache keeps the first ``kept`` of these nodes (None: all).
+        """Run node ``first[row]`` of each tree and all nodes after it. The cache keeps the first ``kept[row]`` of these
+        nodes (None: all).
 
         Returns hidden states (rows, nodes, hidden) and logits (rows, nodes, vocab) for the nodes that ``select`` picks.
         ``taps``: also return each row's states at all nodes, with padding.
@@ -211,7 +214,7 @@ class DynamicSteps:
         return output
 
     def _positions(self, starts: Sequence[int], depths: Tensor | int) -> Tensor:
-        """Return the positions of nodes at these depths after the cached ``starts``, (rows, nodes)."""
+        """Return the positions of nodes, (rows, nodes): each row's start plus the depths of its nodes."""
         positions = depths + torch.tensor(starts).to(self._model.device, non_blocking=True)[:, None]
         if self._max_positions is not None:  # the padding of a finished row may go past the end of the position table
             positions.clamp_(max=self._max_positions - 1)

@@ -117,12 +117,12 @@ class Eagle3Config:
             max_position_embeddings=self.max_position_embeddings,
             rope_parameters=dict(self.rope_parameters),
         )
-        with torch.device("cpu"):  # also while a draft without weights is made
+        with torch.device("cpu"):  # even while a draft without weights is made
             rotary = LlamaRotaryEmbedding(config)
         return rotary.inv_freq, rotary.attention_scaling
 
     def for_target(self, target: CausalLM) -> "Eagle3Config":
-        """Return the config with the target's default layers; raise UserError if it does not fit the target."""
+        """Return the config with the target's default layers; raise UserError if the config does not fit the target."""
         width = target.model.config.get_text_config(decoder=True).hidden_size
         embedding: Any = target.model.get_input_embeddings()
         sizes = {"hidden_size": {width, embedding.weight.shape[1]}, "vocab_size": {target.vocab_size}}
@@ -151,7 +151,7 @@ class Eagle3Config:
             own |= {"use_sliding_window": True, "layer_types": [SLIDING]}
         if layers and not _is_default(layers):
             own |= self.named_layers()
-        if rope["rope_type"] != "default":  # this key and rope_theta are for programs with transformers 4's keys
+        if rope["rope_type"] != "default":  # this key and rope_theta are for programs that read transformers 4's keys
             own["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
         return {
             "architectures": [_OF_QWEN3 if of_qwen3 else _ARCHITECTURE],

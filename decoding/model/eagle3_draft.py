@@ -137,10 +137,11 @@ class Eagle3Draft(nn.Module):
         self.d2t.copy_(d2t_of(tokens))
 
     def fused(self, states: Float[Tensor, "*batch slots taps"]) -> Float[Tensor, "*batch slots hidden"]:
-        """Map the target's states after the layers that the draft reads, concatenated, to the vector that enters the
-        draft.
+        """Map the target's states to the vector that enters the draft. The states are taken after the layers that the
+        draft reads, and are concatenated.
         """
-        # As in `DSparkDraft.text_keys`; but norms would round what they return to the dtype that they read.
+        # The states are cast as in `DSparkDraft.text_keys`, and also before norms, because norms would round their
+        # results to the dtype of the states.
         normed = self.input_norm is not None or len(self.fc_norm) > 0
         if normed or not torch.is_autocast_enabled(states.device.type):
             states = states.to(self.fc.weight)
@@ -205,8 +206,8 @@ class Eagle3Draft(nn.Module):
     def from_pretrained(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> "Eagle3Draft":
         """Read a draft, ready to decode, in ``dtype``.
 
-        Raises UserError if tensors do not match the config, before anything is built, or if a weight is not finite in
-        the dtype.
+        Raises UserError, before anything is built, if tensors do not match the config, and later if a weight is not
+        finite in the dtype.
         """
         config, header = read_described(folder)
         weights = {_ours(name): part for name, part in read_weights(folder, REMEDY).items() if _ours(name) in header}
@@ -238,7 +239,7 @@ def read_described(folder: Path) -> tuple[Eagle3Config, dict[str, StoredTensor]]
 
 
 def check_embedding(folder: Path, target: CausalLM) -> None:
-    """Raise UserError if a folder's embedding differs from the target's by more than rounding."""
+    """Raise UserError if a folder's embedding differs from the target's embedding by more than rounding."""
     embedding: Any = target.model.get_input_embeddings()
     check_copies(folder, {_EMBEDDING: embedding.weight}, REMEDY)
 

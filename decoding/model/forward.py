@@ -57,7 +57,7 @@ def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] |
     """While the context lasts, collect the input of the lm_head, (batch, positions, hidden), whenever this thread runs
     the model.
 
-    With ``select``, the lm_head reads only ``select(hidden)``, so that no logits are computed in vain. The captured
+    With ``select``, the lm_head reads only ``select(hidden)``, so that no unneeded logits are computed. The captured
     tensor is always the whole input.
     """
     captured: list[Tensor] = []
@@ -123,7 +123,7 @@ def lm_head_input(model: nn.Module, inputs: Mapping[str, Any]) -> Float[Tensor, 
 
 
 def run_in_lm_head(model: nn.Module, hidden: Tensor, work: Callable[[Tensor, Tensor], Result]) -> Result:
-    """Call the lm_head on ``hidden`` with ``work(hidden, weight)`` instead of its ``forward``; return the result of
+    """Call the lm_head on ``hidden``, but replace its ``forward`` by ``work(hidden, weight)``; return the result of
     ``work``.
 
     A loss that is computed from the lm_head's weight must be the result of the layer itself. Launchers shard the weight
@@ -139,7 +139,7 @@ def run_in_lm_head(model: nn.Module, hidden: Tensor, work: Callable[[Tensor, Ten
 def layers_of(model: nn.Module, count: int) -> nn.ModuleList:
     """Return a model's list of ``count`` layers, under any name; raise UserError if the model has no such list.
 
-    The text decoder is searched first, because a vision tower may have as many layers.
+    The function looks in the text decoder first, because a vision tower may have the same number of layers.
     """
     decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else None
     parts = (model,) if decoder is None else (decoder, model)
@@ -280,7 +280,7 @@ def run_model(
 
 
 def leave_out_cudnn() -> None:
-    """Switch off cuDNN's attention in this process, which includes decoding by transformers.
+    """Switch off cuDNN's attention in this whole process, and so also for decoding by transformers.
 
     On recent GPUs torch tries cuDNN first. cuDNN builds a plan for every new number of keys: in each step of a growing
     text, and for each new padded length of a batch. Building a plan takes tens of milliseconds.
@@ -308,7 +308,7 @@ def copy_free_attention(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def one_copy_of_masks() -> Iterator[None]:
-    """Let layers that share a mask also share its copy for all heads of a group, inside the context."""
+    """Inside the context, let layers that share a mask share the mask's copy for all heads of a group as well."""
     laid_out = _LAID_OUT.set({})
     try:
         yield
@@ -329,7 +329,8 @@ def grouped_attention(
     """Attention with `transformers`' signature: query (batch, heads, queries, dim), key (batch, groups, keys, dim).
 
     This function calls `transformers`' sdpa if there is no mask (a prefill), if heads do not share keys, or if there
-    are options other than a mask; sdpa rejects unknown options. Returns (batch, queries, heads, dim) and None.
+    are options other than a mask; sdpa rejects options that it does not know. Returns (batch, queries, heads, dim) and
+    None.
     """
     batch, heads, queries, dim = query.shape
     groups = key.shape[1]
@@ -349,9 +350,10 @@ def grouped_attention(
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool = False
 ) -> Tensor:
-    """Attend in a draft's layer, with shapes as in `grouped_attention`; ``is_causal`` counts only without a mask.
+    """Attend in a draft's layer, with shapes as in `grouped_attention`; ``is_causal`` is read only if there is no mask.
 
-    A mask is copied for all heads of a group: by its source, torch has no fused kernel for ``enable_gqa`` with a mask.
+    A mask is copied for all heads of a group because, according to its source, torch has no fused kernel for
+    ``enable_gqa`` with a mask.
     """
     if mask is not None:
         wide = mask if mask.shape[2] == query.shape[2] else mask.expand(-1, -1, query.shape[2], -1)

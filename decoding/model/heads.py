@@ -163,8 +163,8 @@ class MedusaHead(nn.Module):
     def written(
         self, features: Float[Tensor, "*batch hidden"], lm_head: nn.Module | None
     ) -> Float[Tensor, "*batch vocab"]:
-        """Return the logits, computed by the output layer of the head or of the target, in this layer's dtype and on
-        its device.
+        """Return the logits. The output layer of the head or of the target computes them, in its dtype and on its
+        device.
         """
         writer = lm_head if self.lm_head is None else self.lm_head
         if writer is None:
@@ -275,8 +275,8 @@ class MedusaHeads(nn.Module):
     ) -> "MedusaHeads":
         """Read heads written by `save_pretrained`, in ``dtype`` (None: as stored).
 
-        Raises UserError if tensors do not match ``config.json``, before anything is built, or if a weight is not
-        finite in the dtype.
+        Raises UserError, before anything is built, if tensors do not match ``config.json``, and later if a weight is
+        not finite in the dtype.
         """
         folder = Path(folder)
         config = read_config(folder)

@@ -145,8 +145,8 @@ def _stored_generation_config(name: str, trust_remote_code: bool) -> GenerationC
 
 
 def _that_or_base(folder: Path, pattern: str) -> Path:
-    """Return the folder if it contains a matching file; otherwise the first base model of its adapters that contains
-    such a file.
+    """Return the folder if it contains a matching file; otherwise return the first base model of its adapters that
+    contains such a file.
 
     Raises UserError if the base models lead back to the adapters, on this machine or on the Hub.
     """
@@ -204,7 +204,8 @@ def _has_vocabulary(folder: Path) -> bool:
 def model_folder(name: str) -> Path:
     """Return the local folder of a model, fetched if needed; raise UserError if config or weights are missing."""
     folder = local_folder(name)
-    if not any((folder / config).is_file() for config in ("config.json", "adapter_config.json")):  # or adapters
+    # A folder of adapters has only the second file.
+    if not any((folder / config).is_file() for config in ("config.json", "adapter_config.json")):
         raise UserError(f"{name} does not contain a model: config.json is missing")
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"{name} lacks .safetensors files: convert its weights (pickled weights are not loaded)")
@@ -290,7 +291,7 @@ def dspark_folder(name: str | Path) -> Path | None:
 def load_dspark(name: str | Path, target: CausalLM) -> DSparkDraft:
     """Load a DSpark or DFlash draft in the target's dtype and on its device; sizes are checked before weights are read.
 
-    Raises UserError if the embedding or lm_head in the folder differs from the target's.
+    Raises UserError if the embedding or lm_head in the folder differs from what the target has.
     """
     folder = local_folder(name)
     if not is_dspark_folder(folder):
@@ -310,7 +311,7 @@ def load_eagle3(name: str | Path, target: CausalLM) -> Eagle3Draft:
     """Load an EAGLE-3 draft in the target's dtype and on its device; sizes are checked before weights are read.
 
     The loaded draft's config names the target's layers, even if they are the default layers. Raises UserError if the
-    embedding in the folder differs from the target's.
+    embedding in the folder differs from the target's embedding.
     """
     folder = local_folder(name)
     if not is_eagle3_folder(folder):
@@ -327,8 +328,8 @@ def eos_token_ids(
 ) -> tuple[int, ...]:
     """Return the ids that end a text: the EOS ids of the generation config or, if it has none, of the tokenizer.
 
-    Training, decoding and exports all use this function. ``model`` may be a folder or ORG/NAME[@REVISION], which need
-    not contain a model.
+    Training, decoding and exports all use this function. ``model`` may be a folder or ORG/NAME[@REVISION]; such a
+    folder or repository need not contain a model.
     """
     own = _stored_generation_config(model, trust_remote_code) if isinstance(model, str) else model.generation_config
     configured: Any = None if own is None else own.eos_token_id

@@ -99,7 +99,7 @@ class _Row:
         return fed
 
     def truncate(self, length: int) -> None:
-        """Drop the tokens from ``length`` on."""
+        """Drop all but the first ``length`` tokens."""
         del self.tokens[length:]
         if self.cache is None or length >= self._live:
             return
@@ -127,8 +127,8 @@ _GROWING = ("keys", "values", "indexer_keys")
 
 
 def _states_of(layer: Any) -> dict[str, Any]:
-    """Copy a layer's states but not its keys, because windows replace their keys as a whole, and full attention can
-    crop them.
+    """Copy a layer's states but not its keys: a layer with a window replaces its keys as a whole, and a layer with full
+    attention can crop its keys.
     """
     is_full = not getattr(layer, "is_sliding", False)
     states: dict[str, Any] = {}

@@ -21,14 +21,15 @@ from decoding.rules.tree import Proposal, ProposalKind, TokenTree, TreeShape
 from decoding.rules.verify import Rule, recursive_rejection, sampled_verify, traversal_verification, typical
 
 TargetAt = Callable[[Int[Tensor, " nodes"]], Float[Tensor, "nodes vocab"]]
-"""Function from nodes, numbered as in ``first``, to the target's distribution at each of them."""
+"""Function from the numbers of nodes (see `Undecided`) to the target's distribution at each of these nodes."""
 
 
 @dataclass(frozen=True)
 class Undecided:
     """Rows that need a verdict, with their proposals, their random numbers and the target's distribution.
 
-    ``first[row]`` is the number of the row's root for ``target``; the row's other nodes follow.
+    ``target`` numbers the nodes of all rows: ``first[row]`` is the number of the row's root, and the row's other nodes
+    follow.
     """
 
     proposals: Sequence[Proposal]
@@ -154,8 +155,8 @@ def _siblings(batch: Undecided, like: Float[Tensor, "flat vocab"], by_depth: boo
 def reject(batch: Undecided) -> Int[Tensor, "rows 3"]:
     """Verify all rows as `recursive_rejection` does; return the same values as `walk`.
 
-    Whenever a node is reached, the same children have been tried before. So each try reads the random number at a known
-    index.
+    The children that are tried before a node is reached are always the same. So each try reads the random number at a
+    known index.
     """
     shapes, p = [tree.shape for tree in batch.trees], batch.p()
     ends = batch.sent(padded([_tries(shape)[1] for shape in shapes], 0))
@@ -180,9 +181,10 @@ def reject(batch: Undecided) -> Int[Tensor, "rows 3"]:
 def climb(batch: Undecided) -> Int[Tensor, "rows 3"]:
     """Verify chains drawn from q as `traversal_verification` does; return the same values as `walk`.
 
-    The function does the same as `traverse` with a third of the kernels. Every node below the root was drawn from q, so
-    chains with grafted nodes go to `traverse`. On the way down the chain, A needs no random number. Then, from the
-    deepest node up to the root, the next number decides whether a node is kept. The letters are as in the rule.
+    The function does the same as `traverse` with a third of the kernels. Every node below the root must have been drawn
+    from q, so chains with grafted nodes go to `traverse`. On the way down the chain, A needs no random number. Then,
+    for each node from the deepest up to the root, the next random number decides whether the node is kept. The letters
+    are as in the rule.
     """
     depths = [tree.shape.max_depth for tree in batch.trees]
     deepest, own = max(depths), batch.sent(depths)[:, None]
@@ -215,8 +217,8 @@ def traverse(batch: Undecided) -> Int[Tensor, "rows 3"]:
     """Verify all rows as `traversal_verification` does; return the same values as `walk`.
 
     When a node is tried, all its earlier siblings have been rejected with their subtrees, so its A and its p are known
-    without a random number. Then, leaves first, the next number decides whether a node is kept. The letters are as in
-    the rule.
+    without a random number. Then, for each node, leaves first, the next random number decides whether the node is kept.
+    The letters are as in the rule.
     """
     shapes, mass = [tree.shape for tree in batch.trees], batch.p()
     order = batch.sent(padded([_leaves_first(shape) for shape in shapes], max(map(len, shapes)) - 1))

@@ -30,10 +30,11 @@ def inverse_cdf(weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, 
 def in_parts(
     weights: Float[Tensor, "rows vocab"], uniforms: Float64[Tensor, " rows"], size: int = _PART
 ) -> Int[Tensor, " rows"]:
-    """Draw with the probabilities of `inverse_cdf`, up to rounding: first a part of ``size`` tokens, then one of them.
+    """Draw with the probabilities of `inverse_cdf`, up to rounding: first a part of ``size`` tokens, then one token of
+    this part.
 
-    By torch's source, one block of a GPU's threads computes the running sum or maximum of a whole row, 1,024 numbers at
-    a time. With 128k tokens this takes longer than all other work of a draw.
+    According to torch's source, one block of a GPU's threads computes the running sum or maximum of a whole row, 1,024
+    numbers at a time. With a vocabulary of 128k tokens, this takes longer than the rest of a draw.
     """
     parts = F.pad(weights, (0, -weights.shape[1] % size)).unflatten(1, (-1, size))
     ends = F.pad(_cumulative(parts.sum(2, dtype=torch.float64)), (1, 0))
@@ -58,8 +59,8 @@ def _cumulative(weights: Float[Tensor, "*rows vocab"]) -> Float64[Tensor, "*rows
 def _monotone(
     sums: Float64[Tensor, "*rows vocab"], weights: Float[Tensor, "*rows vocab"]
 ) -> Float64[Tensor, "*rows vocab"]:
-    """Undo the rounding of a parallel sum, in which neighbouring sums may differ in the last bits even at a weight of
-    0.
+    """Undo the rounding of parallel cumulative sums: two neighbouring sums may differ in their last bits even if the
+    weight between them is 0.
     """
     return torch.where(weights > 0, sums, 0).cummax(-1).values
 
@@ -69,7 +70,7 @@ class RandomSource(Protocol):
     """A source of random decisions: a generator in decoding, an enumerator of all outcomes in the exactness tests."""
 
     def accept(self, probability: float) -> bool:
-        """Return True with probability ``min(1, probability)``; never return True if it is 0."""
+        """Return True with probability ``min(1, probability)``; never return True if ``probability`` is 0."""
 
     def draw(self, weights: Float[Tensor, " vocab"]) -> int:
         """Draw an index in proportion to ``weights`` (any positive sum); never draw an index of weight 0."""

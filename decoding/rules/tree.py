@@ -204,7 +204,7 @@ class TokenTree:
         return None
 
     def follow(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Return the nodes below the root that match ``tokens``, up to the first token without a child."""
+        """Return the nodes below the root that match ``tokens``, up to the first token for which there is no child."""
         node, path = 0, []
         for token in tokens:
             child = self.child_with_token(node, token)
@@ -215,8 +215,8 @@ class TokenTree:
         return tuple(path)
 
     def descend(self, best: Sequence[int]) -> tuple[tuple[int, ...], int]:
-        """Walk down from the root, at each node to the child with the token ``best[node]``, until there is no such
-        child. Returns the nodes on the way, without the root, and ``best`` of the last node.
+        """Walk down from the root: at each node, move to the child with the token ``best[node]``, until there is no
+        such child. Returns the nodes on the way, without the root, and ``best`` of the last node.
         """
         node, path = 0, []
         while (child := self.child_with_token(node, best[node])) is not None:
@@ -314,7 +314,7 @@ class ProposalKind(Enum):
 
 
 class DrawnPart(NamedTuple):
-    """The drawn part of a grafted proposal: the first ``nodes`` nodes of the tree with the root, drawn as ``kind``."""
+    """The drawn part of a grafted proposal: the first ``nodes`` nodes, including the root, drawn as ``kind``."""
 
     nodes: int
     kind: ProposalKind

@@ -91,7 +91,8 @@ def sampled_verify(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: 
 
 
 def recursive_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], source: RandomSource) -> Verdict:
-    """Verify a tree by rejection, with replacement (SpecInfer 2305.09781) or without (RSD 2402.14160, Sequoia).
+    """Verify a tree by rejection, with replacement (SpecInfer 2305.09781) or without replacement (RSD 2402.14160,
+    Sequoia).
 
     Each node tries its children in draw order. Child x is kept with probability min(1, p(x)/q(x)); each rejection
     replaces p by its residual, the normalised (p - q)+. On a chain this is the token rejection of speculative sampling
@@ -102,8 +103,8 @@ def recursive_rejection(proposal: Proposal, p: Float[Tensor, "nodes vocab"], sou
     A deterministic child x counts as drawn from delta(x), as in Medusa (2401.10774) and EAGLE (2401.15077): it is kept
     with probability p(x), and the order of the children does not matter. For such children, the distribution of
     verdicts is the same as with `sampled_verify`. Grafted children come after the drawn children, with q = delta(x).
-    With one drawn child and one grafted child x, a child is kept with probability p(x) + sum over y != x of min(p(y),
-    q(y)). This probability is at least as large as if only one of the two children had been drafted.
+    With one drawn child and one grafted child x, one of the two is kept with probability p(x) + sum over y != x of
+    min(p(y), q(y)). This probability is at least as large as if only one of the two children had been drafted.
     """
     tree = proposal.tree
     path: list[int] = []
@@ -215,7 +216,8 @@ def typical_acceptance(epsilon: float = 0.09, delta: float = 0.3) -> Rule:
     """Make the rule of Medusa's typical acceptance (2401.10774, section 2.3.1): lossy.
 
     A drafted token x passes if p(x) > min(epsilon, delta * exp(-entropy of p)). The longest path of passing tokens is
-    kept; on ties, the path that is likeliest under p. The target then writes from p after the last kept token.
+    kept; if several paths are equally long, the likeliest path under p is kept. The target then writes from p after the
+    last kept token.
     """
     decide = partial(typical, epsilon=epsilon, delta=delta)
     return Rule("typical acceptance", lossless=False, kinds=_ANY, decide=decide)
@@ -275,9 +277,10 @@ def lossless_rule(proposal: Proposal) -> Rule:
 def lossless_rule_for(kind: ProposalKind, is_chain: bool) -> Rule:
     """Return the lossless sampling rule with which proposals of this kind are verified by default.
 
-    With q, the rule is block verification for sampled chains and traversal verification for all other proposals; these
-    rules keep the most tokens. Without q, the rule is `sampled_verify`: for deterministic tokens all rules keep equally
-    many tokens in expectation, and this rule writes the same text as plain decoding with the same seed.
+    If the proposals have a q, the rule is block verification for sampled chains and traversal verification for all
+    other proposals; these rules keep the most tokens. If they have no q, the rule is `sampled_verify`: for
+    deterministic tokens all rules keep equally many tokens in expectation, and this rule writes the same text as plain
+    decoding with the same seed.
     """
     if not kind.has_q:
         return SAMPLED_VERIFY

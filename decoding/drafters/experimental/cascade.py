@@ -85,7 +85,7 @@ class _Judged(NamedTuple):
 class CascadeSession(RowsSession):
     """A session of both drafts on a batch.
 
-    The states cover the texts of the requests, each followed by the chain drafted last.
+    The states cover the texts of the requests. Each text is followed by the chain that was drafted for it last.
     """
 
     def __init__(self, drafter: CascadeDrafter, large: DraftState, small: DraftState) -> None:

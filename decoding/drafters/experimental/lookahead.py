@@ -1,4 +1,4 @@
-"""Lookahead decoding (Fu et al. 2402.02057): the target guesses ahead in idle positions of its own passes.
+"""Lookahead decoding (Fu et al. 2402.02057): the target guesses ahead in otherwise idle positions of its passes.
 
 A window of guessed tokens is kept from step to step: ``window`` columns of ``ngram - 1`` levels each. The token at
 level l of column i is l + i positions after the text's last token, which is level 0 of column 0. The tokens of level 0
@@ -11,10 +11,10 @@ positions together). The n-grams in the pool that begin with the text's last tok
 guesses that the same pass verifies.
 
 The tree depends on the text and on the logits of earlier passes, never on this step's random numbers. So the tree is
-deterministic, and a rule for deterministic proposals is lossless at any temperature: given all earlier steps the tree
-is fixed, and each token is drawn from the target's distribution after the tokens before it. A path of the window may
-therefore also be accepted. The predictions are the target's argmax without sampling controls, which affects only how
-often they are accepted.
+fixed once all earlier steps are given, and each token is drawn from the target's distribution after the tokens before
+it. Therefore the tree is deterministic, and a rule for deterministic proposals is lossless at any temperature, even if
+a path of the window is accepted. The predictions are the target's argmax without sampling controls; leaving out the
+controls affects only how often the predictions are accepted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -137,7 +137,9 @@ class _Window:
             yield [*trunk, *column[1:]]
 
     def _keep(self, ngram: Sequence[int]) -> None:
-        """Put an n-gram into the pool. Of more than ``guesses`` n-grams with the same first token, drop the oldest."""
+        """Put an n-gram into the pool. If it then has more than ``guesses`` n-grams with this first token, drop the
+        oldest.
+        """
         rests = self._pool.setdefault(ngram[0], {})
         rest = tuple(ngram[1:])
         rests.pop(rest, None)

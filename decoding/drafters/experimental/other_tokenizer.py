@@ -1,4 +1,4 @@
-"""A draft model whose tokenizer differs from the target's: the two models exchange text.
+"""A draft model whose tokenizer differs from the target's tokenizer: the two models exchange text.
 
 The method is `transformers`' universal assisted generation (``assistant_tokenizer``). In every step the draft's
 tokenizer encodes the text again, and the target's tokenizer encodes the draft's continuation. This is slower than a
@@ -18,7 +18,7 @@ from decoding.model.causal_lm import CausalLM
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import Proposal, ProposalKind, TokenTree, common_length
 
-_LOOKBEHIND = 10  # number of earlier tokens encoded before new text, so that it is split as in the whole text
+_LOOKBEHIND = 10  # number of earlier tokens encoded before new text, so that new text is split as in the whole text
 _HALF = "\ufffd"  # replacement character, written by decoders for the bytes of an incomplete character
 
 

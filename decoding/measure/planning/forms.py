@@ -58,8 +58,8 @@ def family_of(spec: DrafterSpec, load: Load, most_nodes: int, most_depth: int) -
     the spec does not set its length.
 
     For heads and DSpark drafts the plan may choose any tree, unless the spec sets a tree or tokens. For draft models,
-    lookups and other drafters of chains the plan chooses the length, up to the number of tokens in the spec. Hybrids,
-    and trees that the spec sets, are measured in their only size.
+    lookups and other drafters of chains the plan chooses the length, up to the number of tokens in the spec. A hybrid
+    has only one size, and so has a tree that the spec sets; each of them is measured in this size.
     """
     drafter, given = load(spec), set(spec.options)
     if isinstance(drafter, MedusaDrafter | DSparkDrafter) and not given & {"tree", "tokens"}:

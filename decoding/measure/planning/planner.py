@@ -34,7 +34,7 @@ that are tried."""
 class PlanConfig:
     """Settings of a plan.
 
-    ``seconds`` limits each measurement of costs; there is one for each drafter and batch size.
+    ``seconds`` limits each measurement of costs; there is one measurement for each drafter and batch size.
     """
 
     batch_sizes: tuple[int, ...] = (1, 8)
@@ -249,7 +249,7 @@ class Planner(CostSurvey):
         costs = measured.costs[rows]
         prediction = self._judged(measured, best(measured.candidates, costs))
         straight = self._judged(measured, best(measured.chains, costs)) if measured.chains else None
-        if straight is not None and straight.speedup > prediction.speedup:  # the judging prompts may differ
+        if straight is not None and straight.speedup > prediction.speedup:  # the judging prompts may favour a chain
             prediction = straight
         return {
             "drafter": str(measured.family.spec),

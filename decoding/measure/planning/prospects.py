@@ -1,5 +1,5 @@
-"""Prospects before training: how much a draft costs on this machine, from which acceptance on it pays, and how much it
-gains at published acceptance rates.
+"""Prospects before training: how much a draft costs on this machine, which acceptance it needs to be worth its cost,
+and how much it gains at published acceptance rates.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,8 +73,8 @@ class Prospects(CostSurvey):
 def outlook(costs: Mapping[str, StepCosts], published: Sequence[Published] = PUBLISHED) -> dict[str, Any]:
     """Return, for each kind of draft, the cost and break-even acceptance of chains, and gains at published acceptance.
 
-    Chains have 1 to `DEEPEST` tokens. Costs are of whole steps, in units of a plain decoding step. The break-even is
-    None if the chain would be slower even with every token accepted.
+    Chains have 1 to `DEEPEST` tokens. Costs are the costs of whole steps, in units of a plain decoding step. The
+    break-even is None if the chain would be slower even with every token accepted.
     """
     drafts, reached = [], []
     for kind, measured in costs.items():

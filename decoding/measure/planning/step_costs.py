@@ -126,8 +126,8 @@ def survey_steps(
 ) -> dict[Budget, StepSeconds]:
     """Decode the prompts repeatedly in batches of ``rows``; return each budget's seconds per step.
 
-    ``seconds`` limits the total time of the steps without prefills, but every budget that fits the texts gets a sample.
-    Raises UserError if the texts are too short for all budgets.
+    ``seconds`` limits the total time of all steps except prefills; even so, every budget that fits the texts gets a
+    sample. Raises UserError if the texts are too short for all budgets.
     """
     budgets = drafter.budgets_on(target)
     fitting = [budget for budget in budgets if budget.depth <= config.max_new_tokens // 2] or budgets[:1]

@@ -247,8 +247,8 @@ class Enumerated(NamedTuple):
 
 
 def enumerate_turn(draft: Draft, decide: Decide, p: ContextModel, length: int) -> Enumerated:
-    """Enumerate one turn, complete its texts by p to ``length`` tokens, and compare their probabilities with those
-    under p.
+    """Enumerate one turn, complete its texts by p to ``length`` tokens, and compare the probabilities of these texts
+    with the texts' probabilities under p.
     """
     emitted: dict[Context, float] = defaultdict(float)
     accepted = 0.0
@@ -278,7 +278,7 @@ ALL_MODELS = [*MODELS, "p = q"]
 
 
 def model_pair(name: str, vocab: int, depth: int, seed: int) -> tuple[ContextModel, ContextModel]:
-    """Make p and q of the kind with this name."""
+    """Make p and q of the kinds that `MODELS` has under this name; for "p = q", they are the same model."""
     generator = torch.Generator().manual_seed(seed)
     if name == "p = q":
         p = ContextModel.random(vocab, depth, "mixed", generator)

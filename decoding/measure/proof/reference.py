@@ -40,7 +40,7 @@ class Reference:
     eos_token_ids: tuple[int, ...] = ()
 
     def probabilities(self, texts: Sequence[EngineText]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, for each text, its distributions after all controls, (tokens, vocab) in fp64, and its tokens."""
+        """Yield, for each text, the distributions after all controls, (tokens, vocab) in fp64, and the tokens."""
         for text, logits in zip(texts, self._logits(texts), strict=True):
             p = probabilities(logits.double(), self.sampling, self._history(text, self.sampling))
             yield self._folded(p, 0.0, lambda ends: ends.sum(1)), self._tokens(text)
@@ -84,8 +84,8 @@ class Reference:
     def _folded(
         self, values: Float[Tensor, "tokens vocab"], nothing: float, together: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "tokens vocab"]:
-        """Combine the values of all EOS ids with the function ``together`` at the first EOS id; set ``nothing`` at the
-        others.
+        """Combine the values of all EOS ids with the function ``together``. The result is at the first EOS id, and
+        ``nothing`` is at the other EOS ids.
         """
         if len(self.eos_token_ids) < 2:
             return values
