@@ -1,4 +1,4 @@
-"""Answer rows on disk, which are appended as they arrive and sorted at the end.
+"""The rows of answers on disk. Rows are appended as they arrive, and sorted at the end.
 
 Only the keys and offsets of the rows are in memory.
 """
