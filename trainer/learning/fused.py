@@ -65,7 +65,7 @@ def fused_loss(
 
     At most ``chunk`` rows of logits exist at a time (more if one group has more rows), with as many rows of the teacher
     and the bias; the gradient of a chunk overwrites its logits. Nothing is computed twice. Products run in autocast's
-    dtype, and the softmax runs in fp32. Raises UserError if a divergence has no fitting teacher. The method follows
+    dtype, and the softmax runs in fp32. Raises UserError if a divergence has no suitable teacher. The method follows
     Liger Kernel (2410.10989, section 3.2).
     """
     if teacher is None and mix.soft:
@@ -119,7 +119,8 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        # Scaled in place, so backward works only once. To copy a weight's gradient would cost as much as a product.
+        # The gradients are scaled in place, because a copy of a weight's gradient would cost as much as a product. So
+        # backward works only once.
         scaled = [None if saved is None else scale(saved, loss_gradient) for saved in ctx.saved_tensors]
         return *scaled, *(None,) * 5
 
@@ -134,8 +135,8 @@ def _turn_into_gradient(
     layer: "_Outputs",
 ) -> list[Tensor]:
     """Overwrite the products of some groups with the gradient of the loss; return the figures of each row for
-    `FusedLoss`. ``added`` is the part of the logits that the bias added, and is overwritten with the sums of its rows'
-    gradients. ``taught`` contains the teacher's logits.
+    `FusedLoss`. ``added``, the part of the logits that the bias added, is overwritten with the gradients summed over
+    the rows of each group. ``taught`` contains the teacher's logits.
     """
     figures, done = [], 0
     most = block_rows(max(logits.shape[1], 0 if taught is None else taught.logits.shape[1]), logits)
