@@ -53,7 +53,9 @@ def read_provenance(source: Path) -> Provenance | None:
 
 
 def is_adapted(stored: Provenance | None) -> bool:
-    """Return True if the target was also trained; in this case the adapted target must be next to the artefact."""
+    """Return True if the target was trained together with the heads; in this case the adapted target must be next to
+    the artefact.
+    """
     return stored is not None and stored["recipe"].get("adapters") is not None
 
 
