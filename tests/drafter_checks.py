@@ -133,7 +133,9 @@ def opened(
 
 
 class Follower:
-    """A session that is called as in the loop: with the target's states at the tokens since a row's last request."""
+    """A session that is called in the same way as by the loop: with the target's states at the tokens since a row's
+    last request.
+    """
 
     def __init__(
         self, drafter: Drafter, target: CausalLM, sampling: SamplingConfig | None = None, seed: int = 0, rows: int = 1
@@ -236,8 +238,8 @@ def check_greedy(target: CausalLM, drafter: Drafter, count: int = 12) -> None:
 
 
 def check_static_shapes(target: CausalLM, drafter: Drafter, sampling: SamplingConfig) -> None:
-    """Check that with static shapes a drafter writes the same texts with the same accepted tokens, of which there are
-    some.
+    """Check that texts and accepted tokens are the same with dynamic and with static shapes, and that some tokens are
+    accepted.
     """
     prompts, config = [[3, 1, 4], [5], [9, 2, 6, 5, 3]], DecodingConfig(24, sampling)
     found = [
