@@ -48,7 +48,7 @@ BUCKET_VIEWS: list[bool | None] = []
 
 
 def noting_prepare(*args: Any) -> Runner:
-    """Prepare like the loop, and record what it trains through."""
+    """Prepare in the same way as the loop, and record the wrapper through which the loop trains."""
     runner = prepare(*args)
     WRAPPERS.append(type(runner.module).__name__)
     BUCKET_VIEWS.append(getattr(runner.module, "gradient_as_bucket_view", None))

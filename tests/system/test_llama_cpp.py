@@ -87,7 +87,9 @@ REREAD: dict[str, dict[str, Any]] = {
     "dflash, windows": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4, "is_causal": False},
     "dflash, yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **STRETCHED}},
 }
-"""Other readings of the DFlash draft's weights, which draft worse but the same here and in llama.cpp."""
+"""Settings with which the DFlash draft's weights are read differently. The draft is then worse, but the same here and
+in llama.cpp.
+"""
 EAGLE3: dict[str, dict[str, Any]] = {
     "eagle3": {},
     "eagle3, few tokens and norms": {"vocabulary": 60, "norm_before_residual": True, "norm_before_fc": True},
