@@ -64,8 +64,8 @@ def test_training_brings_the_draft_to_its_target_which_stays_byte_identical(tmp_
 
 @pytest.mark.parametrize("draft_vocab", [12, 20])
 def test_vocabularies_padded_to_other_sizes_are_compared_where_they_agree(tmp_path: Path, draft_vocab: int) -> None:
-    """The target has 16 tokens and the draft's lm_head has 12 or 20 rows over the same words; only the common tokens
-    count.
+    """The target has 16 tokens and the draft's lm_head has 12 or 20 rows over the same words; only the tokens that both
+    models have count.
     """
     model, folder = tiny_model("llama"), tmp_path / "draft"
     tiny_model("llama", seed=1, num_hidden_layers=1, vocab=draft_vocab).save_pretrained(folder)
