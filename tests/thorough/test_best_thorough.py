@@ -39,8 +39,8 @@ def workshop(folder: Path, kind: str, **evaluation: Any) -> dict[str, Any]:
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[int, float]]]:
     """Make evaluations return these figures one after the other; return the tree nodes and temperature of each
-    evaluation. There are eight prompts with ten passes each. Every second prompt has ``apart`` tokens more and the
-    others as many fewer, alternating from evaluation to evaluation.
+    evaluation. There are eight prompts with ten passes each. Half of the prompts have ``apart`` tokens more, and the
+    other half have ``apart`` tokens fewer; the halves change places at each evaluation.
     """
     asked: list[tuple[int, float]] = []
 
