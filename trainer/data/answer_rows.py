@@ -18,7 +18,9 @@ _KEY = AnswerKey._fields
 
 
 class RowFile:
-    """A .jsonl file of rows with ``row`` and ``sample``. The file grows by whole lines; only the keys are in memory."""
+    """A .jsonl file of rows that have the fields ``row`` and ``sample``. The file grows by whole lines; only the keys
+    are in memory.
+    """
 
     def __init__(
         self, path: Path, fields: Set[str] = frozenset(), drops: Callable[[dict[str, Any]], bool] | None = None

@@ -1,4 +1,4 @@
-"""Regenerated answers: the run that requests answers, and the files, which survive a kill.
+"""Regenerated answers: the run that requests answers, and the files, which stay intact if the run is killed.
 
 The answers are in ``NAME.jsonl``, their settings are in ``NAME.jsonl.meta.json``, and the conversations that were set
 aside, each with a reason, are in ``NAME.jsonl.failed.jsonl``.
@@ -218,7 +218,7 @@ def _begin(path: Path, set_aside: Path, settings: dict[str, Any], about: dict[st
 
 @dataclass
 class Summary:
-    """Counts of one run that requests answers.
+    """The counts of one run that requests answers.
 
     ``reasoned`` counts answers with reasoning, and ``reasoned_only`` counts answers that consist only of reasoning.
     ``other_models`` counts conversations that name a different model from the one that answered. ``texts_alone`` counts

@@ -1,4 +1,4 @@
-"""Batches with texts generated during training: by the target, or by target and draft together."""
+"""Batches with texts that the target, or the target and the draft together, generate during training."""
 
 import json
 import random

@@ -81,7 +81,7 @@ def target_of(source: Path) -> str | None:
 
 
 def _verifier_in(source: Path) -> str | None:
-    """Return the target that is named in the nested ``config.json`` of the library speculators."""
+    """Return the target that is named in the nested ``config.json`` of the library ``speculators``."""
     path = source / CONFIG_NAME
     value: Any = read_object(path, "copy it again") if path.is_file() else {}
     for key in ("speculators_config", "verifier", "name_or_path"):

@@ -1,4 +1,4 @@
-"""Upload of an exported folder, unchanged, to the Hugging Face Hub in one commit.
+"""The upload of an exported folder, unchanged, to the Hugging Face Hub in one commit.
 
 The Hub access token goes only into the request header, never into messages or exceptions. A folder is rejected if one
 of its files contains the access token. ``huggingface_hub`` retries failed requests and skips files that the Hub already
@@ -63,8 +63,8 @@ def push(
     nothing is published by accident. ``revision``: a branch, by default ``main``, which is created if it does not
     exist. With ``pull_request`` the commit becomes a pull request. Files that the upload does not replace are kept.
 
-    Raises `UserError` with a message of one sentence if the folder is not an export, if a file is a pickle or contains
-    the access token, if this token is missing or the repository id is malformed, or if the Hub rejects the upload or
+    Raises `UserError` with a message of one sentence in these cases: the folder is not an export, a file is a pickle or
+    contains the access token, this token is missing, the repository id is malformed, or the Hub rejects the upload or
     cannot be reached.
     """
     folder = Path(folder)

@@ -176,7 +176,7 @@ class HeadsProposer:
         return drafts
 
     def chains(self, states: Tensor, newest: Tensor) -> Tensor:
-        """Return each request's chain, (requests, depth), from the states that wrote the newest tokens.
+        """Return each request's chain, of shape (requests, depth), from the states that wrote the newest tokens.
 
         Head k (from 0) drafts the token k + 1 positions after the newest token.
         """

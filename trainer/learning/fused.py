@@ -238,8 +238,8 @@ class _Outputs:
         return products if self.soft_cap is None else (products / self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def outputs_of(self, tokens: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Return, for each of these token ids of the target, the index of the output that stands for it, or -1 if there
-        is none.
+        """Return, for each of these token ids of the target, the index of the output that stands for it, or -1 if no
+        output stands for it.
         """
         if self._sorted is None:
             return tokens.where(tokens < self._count, -1)
@@ -276,7 +276,7 @@ class _Outputs:
 
 
 def _gradient(q: Tensor, outputs: Tensor | None, pull: Float[Tensor, "rows outcomes"]) -> Tensor:
-    """Return the gradient, (rows, outputs).
+    """Return the gradient, of shape (rows, outputs).
 
     ``outputs``: the outputs of the outcomes, possibly repeated; None means all outputs.
     """

@@ -1,4 +1,4 @@
-"""Reading of recipes from YAML, with ``a.b=c`` overrides. Every mistake is reported in one sentence."""
+"""How recipes are read from YAML, with ``a.b=c`` overrides. Every mistake is reported in one sentence."""
 
 import difflib
 import re

@@ -1,4 +1,4 @@
-"""Log of a training run: metrics.jsonl, trackers and a progress bar.
+"""The log of a training run: metrics.jsonl, trackers and a progress bar.
 
 metrics.jsonl contains each step once. When a run resumes, the lines of repeated steps are moved to
 metrics.superseded.jsonl.

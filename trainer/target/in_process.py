@@ -1,4 +1,4 @@
-"""Answers by the target in this process, in groups of conversations that are the same in every run."""
+"""Answers that the target writes in this process, in groups of conversations that are the same in every run."""
 
 import logging
 import math
