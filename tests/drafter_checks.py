@@ -253,7 +253,7 @@ def check_static_shapes(target: CausalLM, drafter: Drafter, sampling: SamplingCo
 
 
 def check_to_the_last_position(target: CausalLM, drafter: Drafter) -> None:
-    """Check that a text which ends at the last of a target's 80 positions equals plain greedy decoding."""
+    """Check that a text that ends at the last of a target's 80 positions equals plain greedy decoding."""
     prompts = [[1, 2, 3], list(range(16)) * 4]
     texts = Engine(target, drafter).decode(prompts, DecodingConfig(16), batch_size=2)
     assert [text.tokens for text in texts] == [naive_greedy(target.model, prompt, 16) for prompt in prompts]

@@ -89,7 +89,7 @@ MIX = {"forward_kl": 2.0, "acceptance": 0.25}
 def test_loss_and_gradients_are_those_of_the_models_own_logits(family: str) -> None:
     """Granite divides its logits, and Gemma-2 caps them.
 
-    The loss forms the logits of both sides, which must equal those of the models.
+    The loss forms the logits of both sides, which must equal the logits of the models.
     """
     target = tiny_model(family)
     objective = objective_for(target, loss=MIX)
@@ -257,7 +257,7 @@ def test_a_context_shorter_than_what_will_be_read_is_refused(tmp_path: Path, ini
 
 
 def test_a_draft_writes_the_commonest_trained_tokens_and_what_ends_a_text() -> None:
-    """In the answers 9, 5 and 6 are the most frequent tokens; 1 is the <eos> of the tokenizer, and 14 that of the
+    """In the answers 9, 5 and 6 are the most frequent tokens; 1 is the tokenizer's <eos>, and 14 ends a text of the
     target.
     """
     target = tiny_model("llama")

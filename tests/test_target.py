@@ -43,7 +43,7 @@ def causal_lm(family: str, attention: str | None = None) -> CausalLM:
 
 @cache
 def alone(family: str, text: tuple[int, ...]) -> Tensor:
-    """Return the last logits of a plain forward pass over this text, (vocab,)."""
+    """Return the last logits of a plain forward pass over this text, of shape (vocab,)."""
     return full_forward(causal_lm(family).model, text)[-1]
 
 

@@ -346,8 +346,8 @@ def test_llama_cpp_splits_texts_as_the_tokenizer_does(desk: Desk, found: dict[st
 def test_a_draft_of_a_gguf_file_serves_with_that_very_file(
     desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the dequantised weights of the file the counts equal ours; with the file itself texts differ only by
-    rounding.
+    """With the dequantised weights of the file, the server's counts equal our counts; with the file itself, texts
+    differ only by rounding.
     """
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
