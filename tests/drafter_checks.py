@@ -159,7 +159,7 @@ class Follower:
 
 
 def paths(tree: TokenTree) -> set[tuple[int, ...]]:
-    """Return the tree as the set of its paths of tokens from below the root."""
+    """Return the tree as the set of its paths of tokens, which start below the root."""
     return {tuple(tree.token_list[at] for at in tree.shape.path(node)) for node in range(1, len(tree))}
 
 

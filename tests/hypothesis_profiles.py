@@ -1,4 +1,4 @@
-"""Numbers of examples, and of combinations of parameters: few in `make check`, all of them in `make test`."""
+"""How many examples and combinations of parameters the tests use: few in `make check`, and all in `make test`."""
 
 from collections.abc import Iterable
 from typing import TypeVar

@@ -1,4 +1,4 @@
-"""The distillation objective: at which tokens a draft is compared with its target, and that only the draft learns."""
+"""The distillation objective compares a draft with its target at the right tokens, and only the draft learns."""
 
 from pathlib import Path
 from typing import Any

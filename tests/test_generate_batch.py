@@ -45,7 +45,7 @@ def hostile(seed: int = 0, chains: bool = False, texts: Sequence[tuple[int, ...]
 
 
 FEW_DRAFTERS = ("chain", "DSpark tree", "lookup", "drawn hybrid")
-"""These represent all drafters in `make check` in tests that would take too long."""
+"""In `make check`, these represent all drafters in tests that would otherwise take too long."""
 
 
 def drafter_of(name: str) -> Drafter:

@@ -86,8 +86,8 @@ def chain_candidates(rate: float, depth: int) -> list[Candidate]:
 def test_the_predicted_speedup_is_the_machine_s_within_a_few_percent(
     rate: float, draft: float, slope: float, rows: int
 ) -> None:
-    """The times have 5% noise, and hiccups take twenty times as long. Depths that were measured and other depths are
-    compared.
+    """The times have 5% noise, and hiccups take twenty times as long. The check covers depths that were measured and
+    depths that were not.
     """
     machine = Machine(draft, lambda rows, nodes: 1 + slope * rows * (nodes - 1) / 4)
     costs = surveyed(machine, 10, rows)

@@ -1,4 +1,4 @@
-"""The target's states in the loop: a drafter with taps receives the states of each token that was run exactly once.
+"""The target's states in the loop: a drafter with taps receives, exactly once, the states of each token that was run.
 
 Targets compute in float64, where sums in another order differ by 1e-14; in float32 they differ by more than 1e-5.
 """

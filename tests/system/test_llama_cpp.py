@@ -270,8 +270,8 @@ def test_a_trained_draft_writes_our_text_in_as_many_passes_as_here(found: dict[s
 def test_every_type_speculates_without_loss_against_its_own_target(
     desk: Desk, found: dict[str, Row], type: str
 ) -> None:
-    """The exception is near-ties in q8_0, because llama.cpp rounds products for one token and for several
-    differently.
+    """The exception is near-ties in q8_0, because llama.cpp rounds products for one token differently from products for
+    several tokens.
     """
     plain, drafted = found[f"plain {type}"], found[f"draft {type}"]
     for prompt, text, own in zip(desk.prompts, drafted["texts"], plain["texts"], strict=True):

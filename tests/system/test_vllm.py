@@ -98,7 +98,7 @@ CROWD = tuple((prompt, 1 + 13 * place % 60) for place, prompt in enumerate(promp
 
 
 def cases_of(desk: Desk) -> list[VllmCase]:
-    """Return a start of vLLM for every export and every trap."""
+    """Return the cases: one start of vLLM for every export and every trap."""
     folder, target = desk.folder, desk.target
     heads = {name: folder / name for name in TRAINED}
     for name, given in TRAINED.items():

@@ -186,7 +186,7 @@ def killed(content: dict[str, Any], owner: Any, name: str, step: int) -> None:
 
 @pytest.mark.usefixtures("figures_of_the_weights")
 def test_a_run_killed_anywhere_finishes_the_same_best_weights(tmp_path: Path) -> None:
-    """The kills come before a step, before an evaluation, and before its weights are judged."""
+    """The kills come before a step, before an evaluation, and before the evaluated weights are judged."""
     straight = begin(tmp_path / "straight")
     run(straight)
     provenance, _ = finished(straight)

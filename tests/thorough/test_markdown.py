@@ -40,7 +40,7 @@ HOSTILE = [
     "a</summary></details>",
 ]
 FEW_HOSTILE = ["<script>alert(1)</script>", "a\n\n# heading", "![x](http://evil.example/x.png)", "$x^$ \\(y\\)"]
-"""These represent all in `make check` in tests of pages and pictures."""
+"""In `make check`, these represent all hostile texts in tests of pages and pictures."""
 READER = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
 HARMLESS = {"inline", "text", "softbreak", "code_inline", "text_special"}
 

@@ -75,8 +75,8 @@ class RowSource:
 
     name: str
     sha256: str
-    """Fingerprint of a file, of a folder's file names and files, or of a hub data set's name, split and fingerprint
-    (the commit for a streamed set).
+    """Fingerprint of a file, or of a folder's file names and files. For a hub data set, the fingerprint of its name,
+    its split, and its own fingerprint or, if it is streamed, its commit.
     """
     files: tuple[Path, ...] = ()
     hub: Iterable[dict[str, Any]] | None = None

@@ -354,7 +354,9 @@ def decoding_copy(heads: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:
 
 
 def fit_tree(heads: MedusaHeads, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]], tree_nodes: int) -> None:
-    """Set the heads' tree to the best tree with ``tree_nodes`` drafted nodes, by their accuracies on these texts."""
+    """Set the heads' tree to the best tree with ``tree_nodes`` drafted nodes, according to the heads' accuracies on
+    these texts.
+    """
     accuracies = rank_accuracies(target, decoding_copy(heads, target.dtype), texts)
     heads.config = replace(heads.config, tree=best_tree(accuracies, tree_nodes))
 
