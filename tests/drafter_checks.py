@@ -133,7 +133,9 @@ def opened(
 
 
 class Follower:
-    """A session that is called as in the loop: with the target's states at the tokens since a row's last request."""
+    """A session that is called in the same way as by the loop: with the target's states at the tokens since a row's
+    last request.
+    """
 
     def __init__(
         self, drafter: Drafter, target: CausalLM, sampling: SamplingConfig | None = None, seed: int = 0, rows: int = 1
@@ -157,7 +159,7 @@ class Follower:
 
 
 def paths(tree: TokenTree) -> set[tuple[int, ...]]:
-    """Return the tree as the set of its paths of tokens from below the root."""
+    """Return the tree as the set of its paths of tokens, which start below the root."""
     return {tuple(tree.token_list[at] for at in tree.shape.path(node)) for node in range(1, len(tree))}
 
 
@@ -236,8 +238,8 @@ def check_greedy(target: CausalLM, drafter: Drafter, count: int = 12) -> None:
 
 
 def check_static_shapes(target: CausalLM, drafter: Drafter, sampling: SamplingConfig) -> None:
-    """Check that with static shapes a drafter writes the same texts with the same accepted tokens, of which there are
-    some.
+    """Check that texts and accepted tokens are the same with dynamic and with static shapes, and that some tokens are
+    accepted.
     """
     prompts, config = [[3, 1, 4], [5], [9, 2, 6, 5, 3]], DecodingConfig(24, sampling)
     found = [
@@ -251,7 +253,7 @@ def check_static_shapes(target: CausalLM, drafter: Drafter, sampling: SamplingCo
 
 
 def check_to_the_last_position(target: CausalLM, drafter: Drafter) -> None:
-    """Check that a text which ends at the last of a target's 80 positions equals plain greedy decoding."""
+    """Check that a text that ends at the last of a target's 80 positions equals plain greedy decoding."""
     prompts = [[1, 2, 3], list(range(16)) * 4]
     texts = Engine(target, drafter).decode(prompts, DecodingConfig(16), batch_size=2)
     assert [text.tokens for text in texts] == [naive_greedy(target.model, prompt, 16) for prompt in prompts]

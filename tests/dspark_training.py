@@ -56,8 +56,8 @@ def objective_for(model: PreTrainedModel, states: OnlineTarget | None = None, **
 def reference_terms(
     objective: Any, target: PreTrainedModel, kind: Any, logits_after: Callable[..., Tensor] = logits_after
 ) -> list[Tensor]:
-    """Compute Σ divergence at each depth, with a separate forward pass for the block of each anchor after its text
-    alone.
+    """Compute Σ divergence at each depth. The block of each anchor gets a separate forward pass, after only the text up
+    to the anchor.
     """
     blocks, draft, model = objective.prefetch(collate(TEXTS), 0).blocks, objective.module.draft, CausalLM(target)
     terms = [torch.zeros((), dtype=torch.float64) for _ in objective.terms]

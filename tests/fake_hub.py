@@ -98,8 +98,9 @@ class FakeHub:
     blobs: dict[str, bytes] = field(default_factory=dict)
     failures: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     drops: dict[str, list[str]] = field(default_factory=dict)
-    """Connections to cut, by the beginning of a path, one entry per request: before the ``answer``, though the work is
-    done, or in the middle of the ``content``; None lets a request succeed.
+    """Where to cut connections, by the beginning of a path, with one entry per request. ``answer`` cuts a connection
+    after the work is done but before the answer, and ``content`` cuts it in the middle of the content. None lets a
+    request succeed.
     """
 
     # --- the repository of the uploads ---

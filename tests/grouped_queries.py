@@ -17,7 +17,7 @@ PREFIXES = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6
 TREE = TreeShape((-1, 0, 0, 1, 1, 2))
 TOKENS = (9, 2, 6, 5, 3, 8)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.01}
-"""Relative to the largest logit: three times the rounding error on a CPU."""
+"""Tolerance relative to the largest logit: three times the rounding error on a CPU."""
 
 
 def check_grouped_queries(device: str, dtype: torch.dtype) -> None:
@@ -46,7 +46,7 @@ def check_grouped_queries(device: str, dtype: torch.dtype) -> None:
 
 
 def _one_by_one(plain: torch.nn.Module, text: list[int]) -> Tensor:
-    """Return each node's logits, (nodes, vocab), from a pass over only the text and the path to the node."""
+    """Return each node's logits, of shape (nodes, vocab), from a pass over only the text and the path to the node."""
     rows = []
     for node in range(len(TREE)):
         path = [TOKENS[0], *(TOKENS[ancestor] for ancestor in TREE.path(node))]

@@ -1,4 +1,4 @@
-"""Numbers of examples, and of combinations of parameters: few in `make check`, all of them in `make test`."""
+"""How many examples and combinations of parameters the tests use: few in `make check`, and all in `make test`."""
 
 from collections.abc import Iterable
 from typing import TypeVar
@@ -32,12 +32,14 @@ def all_examples() -> bool:
 
 
 def few(whole: Iterable[Value], representatives: Iterable[Value]) -> list[Value]:
-    """Return the values of a parameter: the whole in `make test`, and in `make check` those that stand for it."""
+    """Return the values of a parameter: all values in `make test`, and in `make check` only the values that represent
+    them.
+    """
     return list(whole if all_examples() else representatives)
 
 
 def in_fewest_combinations(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """Return the tests to run, and those to leave out: of several parameters, each value occurs in some combination."""
+    """Return the tests to run and the tests to leave out. Each value of each parameter occurs in some test to run."""
     seen: set[object] = set()
     kept: set[pytest.Item] = set()
     for enough in (all, any):  # first those in which every value is new
@@ -50,7 +52,9 @@ def in_fewest_combinations(items: list[pytest.Item]) -> tuple[list[pytest.Item],
 
 
 def _values(item: pytest.Item) -> list[tuple[str, int, tuple[int, ...]]]:
-    """Return the value of each `parametrize` of a test: combinations of them share objects."""
+    """Return the value of each `parametrize` of a test, by identity, because combinations of values share their
+    objects.
+    """
     argnames = [mark.args[0] for mark in item.iter_markers("parametrize")]
     given = [names.replace(" ", "").split(",") if isinstance(names, str) else names for names in argnames]
     params: dict[str, object] = item.callspec.params if given else {}  # type: ignore[attr-defined]  # of a function

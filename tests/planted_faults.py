@@ -87,7 +87,7 @@ def _flatter(q: Tensor) -> Tensor:
 
 
 class Disturbed(Drafter):
-    """Chains drawn from the target at a lower temperature; in greedy chains every other token is wrong.
+    """Chains drawn from the target at a lower temperature; in greedy chains every second token is wrong.
 
     ``altered`` changes the q that is recorded, and ``top_p`` cuts the q from which tokens are drawn. ``argmax`` drafts
     the best token but claims that it was drawn at the target's temperature, which is a fault of servers.

@@ -30,8 +30,8 @@ class PseudoTerminal:
         os.write(self._master, keys)
 
     def wait_for(self, text: str) -> bytes:
-        """Read until this text is printed, after the previous text that was awaited; return what was printed up to its
-        end.
+        """Read until this text is printed after the text that was awaited before. Return what was printed up to the end
+        of this text.
         """
         wanted = text.encode()
         while (found := self.output.find(wanted, self._read)) < 0:

@@ -23,7 +23,7 @@ class Plain(NamedTuple):
 def reference_examples(
     path: str, section: DataSection, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Plain], list[Plain]]:
-    """Return the examples and the first of each row; bad rows are left out."""
+    """Return the examples, and the first example of each row; bad rows are left out."""
     examples: list[Plain] = []
     firsts: list[Plain] = []
     encoder = RowEncoder(section, tokenizer)

@@ -49,8 +49,8 @@ class HostileDrafter(TextDrafter):
     """Drafter of random trees with wrong tokens, duplicates and, often enough to be accepted, right tokens.
 
     ``text`` is the whole right text including the prompt; ``others`` are the right texts of the other rows of a batch.
-    The draft depends only on the seed, the text so far and the bounds. Kinds vary as well, with a q from which nothing
-    was sampled: greedy decoding and sampled verification must not read it.
+    The draft depends only on the seed, the text so far and the bounds. The kinds of proposals vary, too, and nothing
+    was sampled from their q: greedy decoding and sampled verification must not read this q.
     """
 
     name = "hostile"

@@ -73,7 +73,7 @@ def _usage(tokens: int) -> dict[str, int]:
 
 class Server(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 128  # simultaneous connections; by default a sixth would be reset
+    request_queue_size = 128  # simultaneous connections; by default a sixth of them would be reset
 
 
 @contextmanager

@@ -39,7 +39,7 @@ _TEXTS, _PROMPT_TOKENS, _TEXT_TOKENS = 96, 8, 48
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
-    """Random printable characters."""
+    """Return prompts of random printable characters."""
     generator = torch.Generator().manual_seed(seed)
     drawn: list[list[int]] = torch.randint(33, 127, (count, _PROMPT_TOKENS), generator=generator).tolist()
     return drawn
@@ -62,7 +62,7 @@ class Desk:
         """Train heads on the texts.
 
         The biases of their layers start with the standard deviation ``bias`` and stay about as large. ``rank`` is the
-        rank of the Markov bias; 0 means none.
+        rank of the Markov bias; 0 means no bias.
         """
         torch.manual_seed(0)
         sizes = self.target.hidden_size, self.target.vocab_size, TOKENS, 1
@@ -91,7 +91,7 @@ class Desk:
     def write_dflash(self, name: str, writes: range | None = None) -> Path:
         """Train a DFlash draft to write several tokens after any token of the target's texts.
 
-        ``writes``: the only tokens that the draft can write; None means all.
+        ``writes``: the only tokens that the draft can write; None means all tokens.
         """
         draft, target = tiny_dflash(self.target, TOKENS, spread=0.05, intermediate_size=96), self.target
         embeddings, lm_head = target.model.get_input_embeddings(), target.model.get_output_embeddings()

@@ -1,4 +1,4 @@
-"""A server that speculates with this project's loop and answers and counts like vLLM; tests plant differences in it."""
+"""A server that speculates with this project's loop but answers and counts like vLLM; tests plant differences in it."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -19,7 +19,8 @@ Render = Callable[[list[dict[str, str]]], Sequence[int]]
 
 @dataclass
 class SpeculatingServer:
-    """The script of a `scripted_endpoint.serve`. ``sampling``: the drafter above temperature 0, if it differs.
+    """The script of a `scripted_endpoint.serve`. ``sampling``: the drafter above temperature 0, if it differs from the
+    greedy drafter.
 
     ``whole``: draft and count whole chains even if they go beyond the longest text, as vLLM does. llama.cpp drafts only
     as many tokens as the text has room for.

@@ -36,7 +36,7 @@ def trained(dataset: Dataset) -> list[list[int]]:
 
 
 def bytes_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte of UTF-8."""
+    """Make a tokenizer with one token per byte of UTF-8."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

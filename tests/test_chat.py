@@ -73,7 +73,7 @@ def tokenizer_for(template: str) -> PreTrainedTokenizerFast:
     if specials and "bos" in specials[0]:
         tokenizer.bos_token = specials[0]
         begin = (specials[0], tokenizer.convert_tokens_to_ids(specials[0]))
-        # These families' tokenizers add it to a plain text; here the template has written it already.
+        # The tokenizers of these families begin a plain text with this token; here the template has already written it.
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{begin[0]} $A", special_tokens=[begin])
     return tokenizer
 

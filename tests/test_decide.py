@@ -36,7 +36,7 @@ VOCAB, DEEPEST = 3, 3
 DRAWN = (ProposalKind.SAMPLED, ProposalKind.SAMPLED_WITHOUT_REPLACEMENT)
 pair = cache(model_pair)
 SAMPLING, PENALISED = SamplingConfig(1.0), SamplingConfig(1.0, repetition_penalty=3.0)
-# Decided by entropy, which never happens with the published thresholds at this vocabulary.
+# This rule decides by entropy, which never happens with the published thresholds and this vocabulary.
 KNOWN = RULES | {"typical by entropy": typical_acceptance(0.9, 0.9)}
 NAMES = [name for name in KNOWN if name != "greedy"]
 

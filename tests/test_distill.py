@@ -1,4 +1,4 @@
-"""The distillation objective: at which tokens a draft is compared with its target, and that only the draft learns."""
+"""The distillation objective compares a draft with its target at the right tokens, and only the draft learns."""
 
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,8 @@ def test_training_brings_the_draft_to_its_target_which_stays_byte_identical(tmp_
 
 @pytest.mark.parametrize("draft_vocab", [12, 20])
 def test_vocabularies_padded_to_other_sizes_are_compared_where_they_agree(tmp_path: Path, draft_vocab: int) -> None:
-    """The target has 16 tokens and the draft's lm_head has 12 or 20 rows over the same words; only the common tokens
-    count.
+    """The target has 16 tokens and the draft's lm_head has 12 or 20 rows over the same words; only the tokens that both
+    models have count.
     """
     model, folder = tiny_model("llama"), tmp_path / "draft"
     tiny_model("llama", seed=1, num_hidden_layers=1, vocab=draft_vocab).save_pretrained(folder)
@@ -89,7 +89,7 @@ MIX = {"forward_kl": 2.0, "acceptance": 0.25}
 def test_loss_and_gradients_are_those_of_the_models_own_logits(family: str) -> None:
     """Granite divides its logits, and Gemma-2 caps them.
 
-    The loss forms the logits of both sides, which must equal those of the models.
+    The loss forms the logits of both sides, which must equal the logits of the models.
     """
     target = tiny_model(family)
     objective = objective_for(target, loss=MIX)
@@ -257,7 +257,7 @@ def test_a_context_shorter_than_what_will_be_read_is_refused(tmp_path: Path, ini
 
 
 def test_a_draft_writes_the_commonest_trained_tokens_and_what_ends_a_text() -> None:
-    """In the answers 9, 5 and 6 are the most frequent tokens; 1 is the <eos> of the tokenizer, and 14 that of the
+    """In the answers 9, 5 and 6 are the most frequent tokens; 1 is the tokenizer's <eos>, and 14 ends a text of the
     target.
     """
     target = tiny_model("llama")

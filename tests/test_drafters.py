@@ -126,7 +126,7 @@ def test_a_draft_of_another_padding_never_proposes_what_either_does_not_know(
 
 
 class OnlyLateTokens:
-    """Processor that forbids every token below 12 in texts whose length is in ``where`` modulo 5."""
+    """Processor that forbids every token below 12 in texts whose length modulo 5 is in ``where``."""
 
     def __init__(self, where: Sequence[int]) -> None:
         self._where = where
@@ -144,8 +144,8 @@ def test_a_draft_ends_at_the_node_after_which_it_knows_no_token_allowed(tiny_lla
     (proposal,) = opened(drafter, tiny_llama, nothing).propose([request([1, 2, 3, 1, 2])])
     assert proposal.tree.token_list == [2]
     session = opened(drafter, tiny_llama, SamplingConfig(1.0, processors=(OnlyLateTokens([2]),)), rows=2)
-    # After five tokens it may draft two; the second row, after six tokens, may draft one. No text of seven tokens is
-    # continued.
+    # The first row, after five tokens, may draft two; the second row, after six tokens, may draft one. No text of seven
+    # tokens is continued.
     for texts in ([[1, 2, 3, 1, 2], [4, 4, 4, 4, 4, 4]], [[1, 2, 3, 1, 2, 5], [4, 4, 4, 4, 4, 4, 4]]):
         proposals = session.propose([request(text) for text in texts])
         assert [proposal.tree.shape.max_depth for proposal in proposals] == [7 - len(text) for text in texts]
@@ -280,7 +280,9 @@ def test_head_k_drafts_the_token_k_plus_two_after_its_hidden_state(counting: Cau
 
 @pytest.mark.parametrize("beside", [[], [[1]]], ids=["chain", "tree"])
 def test_heads_that_are_right_are_accepted_whole_through_the_loop(counting: CausalLM, beside: list[list[int]]) -> None:
-    """In the tree the accepted nodes are not the first ones, and the heads still read the state of the last."""
+    """In the tree the accepted nodes are not the first nodes, and the heads still read the state of the last accepted
+    node.
+    """
     drafter = MedusaDrafter(counting_heads(), [[0], *beside, [0, 0], [0, 0, 0]])
     generation = Engine(counting, drafter).decode([0], DecodingConfig(13))
     assert generation.tokens == tuple(range(1, 14))
@@ -361,12 +363,13 @@ def test_a_proposal_tells_how_long_its_match_is_beyond_the_longest_ngram_too(tin
     assert lookup(tiny_llama, [1, 2, 3, 2]).matched == 1
     # 1 2 3 4 5 occurred earlier after another token; the n-gram that finds it has three tokens.
     assert lookup(tiny_llama, [7, 1, 2, 3, 4, 5, 6, 8, 1, 2, 3, 4, 5], ngram=3).matched == 5
-    # The latest occurrence of the suffix counts, because it is continued: it is 9 4 5, and the one before is 3 4 5.
+    # The latest occurrence of the suffix counts, because its continuation is drafted. This occurrence is in 9 4 5, and
+    # the one before is in 3 4 5.
     assert lookup(tiny_llama, [3, 4, 5, 6, 9, 4, 5, 6, 3, 4, 5], ngram=2).matched == 2
 
 
 def test_a_second_branch_is_accepted_where_the_first_is_wrong(counting: CausalLM) -> None:
-    # After 0 came 1 and, later, 9. The counting target writes 1 2 3, which is the second branch.
+    # In the prompt, 0 is followed by 1 and, later, by 9. The counting target writes 1 2 3, which is the second branch.
     prompt = [0, 1, 2, 3, 4, 0, 9, 15]
     steps = Engine(counting, PromptLookupDrafter(3, branches=2)).decode(prompt, DecodingConfig(5)).steps
     assert steps[1].accepted == 3

@@ -30,7 +30,7 @@ def deep() -> CausalLM:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Collect the logits of each step's blocks, (rows, deepest tree, vocab), that the drafter computes."""
+    """Collect the logits that the drafter computes for each step's blocks, of shape (rows, deepest tree, vocab)."""
     found, logits = list[Tensor](), PairedDSpark.logits
     monkeypatch.setattr(PairedDSpark, "logits", lambda *given: found.append(logits(*given)) or found[-1])
     return found
@@ -273,8 +273,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("form", few(SHAPES, [*SHAPES][1:2]))
 def test_every_draft_of_transformers_generator_is_ours(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For each call of their generator, in `generate` with the same target, the text, the tokens and the logits are
-    compared.
+    """Text, tokens and logits are compared for each call of transformers' generator, in `generate` with the same
+    target.
     """
     target = CausalLM(tiny_model(num_hidden_layers=4))
     draft, prompt, new = tiny_dflash(target, **SHAPES[form]), [3, 1, 4, 1, 5], 24

@@ -72,8 +72,8 @@ def test_losses_and_gradients_are_those_of_one_plain_forward_for_each_token(
 
 
 def stepped(draft: Eagle3Draft, target: CausalLM, text: list[int], anchor: int, steps: int) -> torch.Tensor:
-    """Return the draft's logits after each token of a drafted chain that repeats the text, (steps, vocab), as in
-    decoding.
+    """Return the logits, of shape (steps, vocab), that decoding computes after each token of a drafted chain that
+    repeats the text.
     """
     state = Eagle3State(draft, target, SamplingConfig(), rows=1, max_length=64, max_nodes=steps)
     state.admit(0, TextStart(1, GeneratorSource.from_seed(0)))

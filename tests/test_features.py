@@ -365,7 +365,7 @@ def teacher_origin(
 def write_cache(
     target: CausalLM, folder: Path, shard_rows: int = SHARD_ROWS, examples: Sequence[Example] = EXAMPLES, **options: Any
 ) -> TeacherStore:
-    """A complete cache."""
+    """Write and open a complete cache."""
     origin = teacher_origin(target, examples, **options)
     layout = ensure_store(TeacherWriter(target, origin), examples, folder, shard_rows)
     return TeacherStore(folder, origin, layout)
@@ -473,7 +473,7 @@ def test_tokens_are_drawn_as_often_as_the_distribution_without_the_best_says() -
 
 @pytest.mark.parametrize("others", [1, 3, 41])
 def test_a_best_token_at_the_end_of_the_vocabulary_is_not_drawn_by_rounding(others: int) -> None:
-    """In fp32 the sum of some numbers of equal shares is a little more than 1, and of others a little less."""
+    """In fp32, some numbers of equal shares add up to a little more than 1, and other numbers to a little less."""
     scores = torch.tensor([[1.0] * others + [9.0]])
     last = torch.tensor([[1 - 2**-53]], dtype=torch.float64)
     assert sample_tail(scores, torch.tensor([[others]]), last).tolist() == [[others - 1]]

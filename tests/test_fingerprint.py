@@ -158,7 +158,9 @@ def test_tokenizers_and_prompts_are_known_by_what_they_make_of_a_text(tmp_path: 
 
 
 def test_a_draft_whose_model_type_stands_in_a_nested_config_is_known_by_all_of_it(tmp_path: Path) -> None:
-    """In speculators' layout the top level of config.json has no ``model_type``, and transformers cannot read it."""
+    """In the layout of ``speculators`` the top level of config.json has no ``model_type``, and transformers cannot read
+    it.
+    """
     save_file({"fc.weight": torch.ones(2)}, tmp_path / "model.safetensors")
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"transformer_layer_config": {"model_type": "llama", "rope_theta": 1e4}}))

@@ -204,7 +204,7 @@ def test_under_autocast_products_run_in_bf16_and_come_out_close_to_fp32(weights:
     with torch.autocast("cpu", torch.bfloat16):
         loss = fused_loss(hidden, weight, labels, mix, teacher, chunk=4).loss
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(exact.item(), rel=2e-2)
-    assert loss.item() != exact.item()  # bf16 it was
+    assert loss.item() != exact.item()  # the loss was computed in bf16
     for ours, theirs in zip(gradients(loss, hidden, weight), exact_gradients, strict=True):
         assert ours.dtype == torch.float32
         assert (ours - theirs).norm() < 2e-2 * theirs.norm()

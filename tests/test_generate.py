@@ -228,7 +228,8 @@ TEXTS = 400
 FALSE_ALARM = 1e-6
 PROMPT = [1, 2, 1, 2]
 SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-# Chosen so that a missing residual shows: the draft agrees with the target in 0.6 of cases and differs a lot otherwise.
+# These seeds are chosen so that a missing residual shows: the draft agrees with the target in 0.6 of cases, and
+# otherwise differs a lot.
 TARGET_SEED, DRAFT_SEED = 5, 3
 
 

@@ -45,7 +45,7 @@ def hostile(seed: int = 0, chains: bool = False, texts: Sequence[tuple[int, ...]
 
 
 FEW_DRAFTERS = ("chain", "DSpark tree", "lookup", "drawn hybrid")
-"""These represent all drafters in `make check` in tests that would take too long."""
+"""In `make check`, these represent all drafters in tests that would otherwise take too long."""
 
 
 def drafter_of(name: str) -> Drafter:
@@ -77,7 +77,7 @@ def alone(
 
 @pytest.mark.parametrize("name", few(DRAFTERS, FEW_DRAFTERS))
 def test_every_row_is_sampled_as_it_is_alone_whatever_stands_beside_it(name: str) -> None:
-    """The rule is the one that fits the drafter: both drafts and acceptance are random."""
+    """The rule is the one that suits the drafter; drafting and acceptance are both random."""
     drafter, config = drafter_of(name), DecodingConfig(7, EVERY_CONTROL, seed=5)
     wanted = alone(drafter, config, PROMPTS[:4])
     assert len(set(wanted)) == 4

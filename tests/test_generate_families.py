@@ -111,8 +111,8 @@ def test_longrope_decodes_up_to_where_its_frequencies_change() -> None:
 
 
 def test_longrope_is_refused_beyond() -> None:
-    """A row that grows beyond the original length would change the frequencies of all rows,
-    and those of cached keys.
+    """A row that grows beyond the original length would change the frequencies of all rows, and the frequencies of
+    cached keys.
     """
     target = CausalLM(longrope())
     with pytest.raises(ValueError, match=r"prompt of 6 tokens and 19 new tokens exceed .* context of 24"):

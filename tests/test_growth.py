@@ -54,8 +54,8 @@ KINDS = ["heads", "shared heads", "Markov heads", "DSpark", "DFlash", "EAGLE-3",
 
 
 class Case(NamedTuple):
-    """A drafter, its target, and its logits after ``TEXT`` and a path from plain forward passes, with and without a
-    bias.
+    """A drafter, its target, and the logits, with and without a bias, that plain forward passes give after ``TEXT`` and
+    a path.
     """
 
     drafter: Drafter

@@ -57,7 +57,7 @@ def test_fsdp2_rounds_products_and_neither_sums_of_gradients_nor_losses(
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """Be the only process of a group."""
+    """Make this process the only process of a group."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()

@@ -106,7 +106,9 @@ UNEVEN = [
 def test_every_trained_token_of_a_batch_weighs_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro: int
 ) -> None:
-    """The rows have 1, 11, 1 and 2 labels: the gradient is that of the mean over all 15, for any micro batches."""
+    """The rows have 1, 11, 1 and 2 labels: the gradient is the gradient of the mean over all 15 labels, for any micro
+    batches.
+    """
     descend(monkeypatch)
     objective, recorder = ToyObjective(), Recorder()
     module, before = objective.module, weights(objective.module)

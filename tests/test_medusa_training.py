@@ -99,8 +99,8 @@ def test_the_tree_is_chosen_by_the_heads_accuracies(counting: CausalLM, monkeypa
 
 
 def own_distribution(model: torch.nn.Module, tokens: Sequence[int], ahead: int) -> torch.Tensor:
-    """Return the model's distribution of the token ``ahead`` of each position that has one, from a separate forward
-    pass.
+    """Return, from a separate forward pass, the model's distribution of the token ``ahead`` tokens after each position,
+    if the text has such a token.
     """
     return full_forward(model, tokens)[ahead - 1 : -1].softmax(-1)
 
@@ -230,7 +230,7 @@ def test_the_heads_go_first_and_then_adapters_join() -> None:
     assert objective.weights(3) == pytest.approx((0.2, 0.1, 0.7))
     assert objective.rates(2) == {"heads.": 4, "": 0} and objective.rates(3) == {"heads.": 4, "": 1}
     loss_of(objective, step=2, weights=torch.tensor([1.0, 1.0, 0.0])).backward()
-    assert all(not parameter.grad.any() for parameter in adapters(objective).values())  # there, and zero
+    assert all(not parameter.grad.any() for parameter in adapters(objective).values())  # they exist, and are zero
     assert all(name.startswith(("heads.", "model.")) for name in trained(objective))
 
 

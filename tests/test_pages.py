@@ -1,4 +1,6 @@
-"""The pages for readers: figures equal those in the JSON files, and every file and name that a page mentions exists."""
+"""The pages for readers: figures equal the figures in the JSON files, and every file and name that a page mentions
+exists.
+"""
 
 import importlib.util
 import json

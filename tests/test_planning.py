@@ -86,7 +86,9 @@ def chain_candidates(rate: float, depth: int) -> list[Candidate]:
 def test_the_predicted_speedup_is_the_machine_s_within_a_few_percent(
     rate: float, draft: float, slope: float, rows: int
 ) -> None:
-    """Times have 5% noise and hiccups of twenty times, at depths that were measured and at depths that were not."""
+    """The times have 5% noise, and hiccups take twenty times as long. The check covers depths that were measured and
+    depths that were not.
+    """
     machine = Machine(draft, lambda rows, nodes: 1 + slope * rows * (nodes - 1) / 4)
     costs = surveyed(machine, 10, rows)
     for candidate in chain_candidates(rate, 10):
@@ -176,8 +178,8 @@ def test_depths_by_batch_size_cover_all_sizes_and_end_with_plain_decoding_where_
 
 
 def test_the_acceptance_that_pays_is_that_of_the_formula_and_gains_exactly_nothing() -> None:
-    """A chain of k costs 1 + k/10, so one token pays from 1 + a = 1.1 on,
-    and two tokens pay from 1 + a + a² = 1.2 on.
+    """A chain of k costs 1 + k/10, so one token breaks even at 1 + a = 1.1, and two tokens break even at 1 + a + a² =
+    1.2.
     """
     costs = costs_of(0.1, [1.0] * (DEEPEST + 1))
     (heads,) = outlook({"heads": costs})["drafts"]

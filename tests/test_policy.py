@@ -55,10 +55,12 @@ def shares(machine: Machine, rate: float, budgets: list[Budget], rows: int, foun
 def test_the_adaptive_policy_keeps_what_the_better_of_drafting_and_plain_decoding_has(
     tokens: int, least: float, mean: float, rows: int
 ) -> None:
-    """Drafts cost from nothing to a whole pass, nodes from nothing to a lot, and drafts are useless to nearly perfect.
+    """Drafts cost between nothing and a whole pass, nodes cost between nothing and a lot, and drafts are useless,
+    nearly perfect or in between.
 
     Each step is timed with 10% noise, and one step in 50 takes twenty times as long. Figures are means over four seeds.
-    The worst long one is a tree that costs 4.4 plain steps and writes 5.6 tokens: an unlucky start delays it.
+    The worst case for long texts is a tree that costs 4.4 plain steps and writes 5.6 tokens: an unlucky start delays
+    its use.
     """
     found: dict[object, float] = {}
     for budgets, of_all, node, rate in product((chains(10), list(TREE)), (0.0, 1.0), NODES, RATES):
@@ -106,7 +108,9 @@ def test_neither_one_slow_step_nor_a_slow_spell_decides_for_long(rate: float, dr
 
 @pytest.mark.parametrize("rate", [0.5, 0.65])
 def test_a_tree_that_costs_more_plain_steps_than_it_writes_tokens_is_stopped_in_time(rate: float) -> None:
-    """A step of eight texts with a tree of 16 takes 3.6 plain steps, as SmolLM2's heads with a lookup on two cores."""
+    """A step of eight texts with a tree of 16 takes as long as 3.6 plain steps, as with SmolLM2's heads and a lookup on
+    two cores.
+    """
     machine = Machine(0.01, lambda rows, nodes: 1 + 0.16 * (nodes - 1), 0.1)
     found = [simulate(AdaptivePolicy(), machine, rate, 384, HYBRID, 8, seed) for seed in range(16)]
     assert fmean(found) >= 0.97, found

@@ -97,7 +97,7 @@ def test_a_speed_bench_folder_is_read_split_by_split_as_its_prepare_script_write
 
 
 def test_each_file_of_a_folder_of_benchmarks_is_a_task(tmp_path: Path) -> None:
-    """As in RedHatAI/speculator_benchmarks, HumanEval has separate fields, and the other files have those of
+    """As in RedHatAI/speculator_benchmarks, HumanEval has separate fields, and the other files have the fields of
     Spec-Bench.
     """
     written(tmp_path, {"task_id": "HumanEval/0", "prompt": "def f", "canonical_solution": "x"}, name="HumanEval.jsonl")

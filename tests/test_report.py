@@ -1,4 +1,4 @@
-"""A report as sentences, tables, pictures and a page, which claim no more than the data."""
+"""A report as sentences, tables, pictures and a page, which claim no more than the data shows."""
 
 import io
 from dataclasses import replace

@@ -139,7 +139,7 @@ def test_reasoning_reaches_a_template_whatever_its_name(
     ids=["compared", "marked", "bare"],
 )
 def test_no_end_is_trained_of_thinking_that_was_cut_off_in_the_text(tmp_path: Path, template: str, read: str) -> None:
-    """Like Qwen3's template, these write an empty thinking section before a text whose thinking does not end."""
+    """As in Qwen3, these templates write an empty thinking section before a text whose thinking does not end."""
     closing = template.replace(
         "{{ m.content }}{% for", "{{ m.content if m.reasoning_content else '<></>' ~ m.content }}{% for"
     )

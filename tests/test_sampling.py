@@ -36,7 +36,7 @@ from decoding.rules.tree import TokenTree
 
 
 def history_of(text: torch.Tensor, vocab: int, prompt_length: int = 0) -> HistoryRows:
-    """Make the history of texts with equal lengths, (rows, length)."""
+    """Make the history of texts with equal lengths, of shape (rows, length)."""
     rows, length = text.shape
     seen = torch.zeros(rows, vocab, dtype=torch.bool).scatter(1, text, True)
     return HistoryRows(seen, text, (length,) * rows, (prompt_length,) * rows)
@@ -177,7 +177,7 @@ def model() -> PreTrainedModel:
 def assert_same_as_generate(
     model: PreTrainedModel, config: GenerationConfig, processors: tuple[Any, ...] = ()
 ) -> SamplingConfig:
-    """Compare the scores of every step of `generate` with ours, for the same logits and text."""
+    """Compare the scores of every step of `generate` with our scores for the same logits and text."""
     input_ids = torch.tensor([PROMPT])
     output = model.generate(
         input_ids,

@@ -1,4 +1,4 @@
-"""The target's states in the loop: a drafter with taps receives the states of each token that was run exactly once.
+"""The target's states in the loop: a drafter with taps receives, exactly once, the states of each token that was run.
 
 Targets compute in float64, where sums in another order differ by 1e-14; in float32 they differ by more than 1e-5.
 """
@@ -121,7 +121,7 @@ def test_a_prompt_that_continues_a_cached_text_comes_with_all_its_states(target:
 
 
 def test_one_cache_serves_drafters_that_read_other_layers() -> None:
-    """`Reading` compares the states of every request with those of its own layers."""
+    """`Reading` compares the states of every request with the target's states after the layers in its ``taps``."""
     target, text = double(num_hidden_layers=4), [3, 1, 4]
     kept = target.new_cache(8)
     for taps in ((0,), (1, 2), (0,)):

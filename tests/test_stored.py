@@ -1,4 +1,4 @@
-"""Weights in shards are the same model for any number of files; and weights with NaN or infinity."""
+"""Weights in shards are the same model for any number of files, and tensors with NaN or infinity are named."""
 
 import json
 from pathlib import Path

@@ -38,7 +38,9 @@ def close(found: Tensor, wanted: Tensor) -> None:
 @pytest.mark.parametrize("static", [None, "eager"])
 @pytest.mark.parametrize("family", few(FAMILIES, FEW_FAMILIES))
 def test_states_behind_a_layer_are_those_of_transformers_in_every_pass(family: str, static: str | None) -> None:
-    """Prompts of a ragged batch, and a chain and a tree after each, in dynamic and in fixed shapes."""
+    """The passes read a ragged batch of prompts, then a block of tokens, and then a tree or a chain in each row, in
+    dynamic and in fixed shapes.
+    """
     model = CausalLM(model_of(family), static=static)
     cache = model.new_cache(32, len(TEXTS))
     output = model.prefill(TEXTS, cache, taps=TAPS)

@@ -43,7 +43,7 @@ def causal_lm(family: str, attention: str | None = None) -> CausalLM:
 
 @cache
 def alone(family: str, text: tuple[int, ...]) -> Tensor:
-    """Return the last logits of a plain forward pass over this text, (vocab,)."""
+    """Return the last logits of a plain forward pass over this text, of shape (vocab,)."""
     return full_forward(causal_lm(family).model, text)[-1]
 
 
@@ -181,7 +181,7 @@ def test_a_row_that_is_full_may_step_along_with_the_others() -> None:
 
 
 def test_mistral_gives_every_layer_its_window_whatever_its_config_says_of_types() -> None:
-    """Some published configs list layer types, which the class ignores: it takes one mask."""
+    """Some published configs list layer types. Mistral's class ignores these types and uses one mask."""
     types = ["sliding_attention", "full_attention"]
     model = CausalLM(tiny_model("mistral", layer_types=types))
     logits = model.verify([TREE], filled(model, [PREFIX])).logits
@@ -218,8 +218,9 @@ def test_masks_of_trees_of_different_shapes_behind_prefixes_of_different_lengths
 
 
 def test_a_window_is_counted_in_positions_of_the_text_not_in_keys(tiny_llama: CausalLM) -> None:
-    # A window of two: a node looks at its own position and the one before. The root has two children; the second,
-    # the third key of the tree but one position after the root, has a child, and this has one.
+    # With a window of two, a node looks at its own position and the position before. The root has two children. The
+    # second child is the third key of the tree, but only one position after the root; this child has a child, which has
+    # a child too.
     deep = TreeShape((-1, 0, 0, 2, 3))
     lines = ["..xx....", "...xx...", "...x.x..", ".....xx.", "......xx"]
     assert seen(tiny_llama, [deep], [3], window=2) == [lines]

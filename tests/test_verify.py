@@ -272,7 +272,9 @@ def test_one_rule_keeps_at_least_as_many_as_another(
 def length_differences(
     one: tuple[str, ProposalKind], other: tuple[str, ProposalKind], shapes: dict[str, tuple[int, ...]]
 ) -> list[float]:
-    """Return the expected accepted length of the second rule and kind minus that of the first, by shape and models."""
+    """Return, by shape and models, the expected accepted length of the second rule and kind minus the length of the
+    first.
+    """
     return [
         enumerated(*other, shape, models, 0).accepted_length - enumerated(*one, shape, models, 0).accepted_length
         for shape in shapes

@@ -57,7 +57,7 @@ def tiny_dflash(target: CausalLM, tokens: int = 4, **changes: Any) -> DSparkDraf
 
 
 def states_at(target: CausalLM, text: Sequence[int], taps: Sequence[int]) -> Tensor:
-    """Return the target's states after the layers ``taps`` at a text's tokens, (tokens, taps x hidden)."""
+    """Return the target's states after the layers ``taps`` at a text's tokens, of shape (tokens, taps x hidden)."""
     decoder: Any = target.model
     whole = taps[-1] < target.num_layers - 1  # the last entry of transformers' states is taken after the final norm
     with torch.no_grad(), nullcontext() if whole else patch.object(decoder.model, "norm", nn.Identity()):
@@ -66,13 +66,15 @@ def states_at(target: CausalLM, text: Sequence[int], taps: Sequence[int]) -> Ten
 
 
 def block_logits(draft: DSparkDraft, target: CausalLM, text: Sequence[int]) -> Tensor:
-    """Return the logits of the K tokens after a text, (K, outputs), without bias, computed anew from the weights."""
+    """Return the logits of the K tokens after a text, of shape (K, outputs), without the bias, computed anew from the
+    weights.
+    """
     own = dict(draft.named_parameters()).get("lm_head.weight", target.model.get_output_embeddings().weight.detach())
     return block_states(draft, target, text)[-draft.config.block_size :] @ own.T
 
 
 def block_states(draft: DSparkDraft, target: CausalLM, text: Sequence[int]) -> Tensor:
-    """Return the lm_head's input in all slots of the block after a text, (slots, hidden)."""
+    """Return the lm_head's input in all slots of the block after a text, of shape (slots, hidden)."""
     config, weights = draft.config, dict(draft.named_parameters())
     context, slots = len(text) - 1, config.block_size + (not config.sample_from_anchor)
 
@@ -123,7 +125,9 @@ def block_states(draft: DSparkDraft, target: CausalLM, text: Sequence[int]) -> T
 
 
 def bias_after(draft: DSparkDraft, hidden: Tensor, newest: int, path: Sequence[int]) -> Tensor:
-    """Return the bias after a drafted path, (outputs,), from the block's states, slot by slot as it is defined."""
+    """Return the bias after a drafted path, of shape (outputs,): computed from the block's states, slot by slot, as the
+    bias is defined.
+    """
     weights = {name.removeprefix("markov."): weight for name, weight in draft.named_parameters()}
     memory, factor = torch.zeros(draft.config.markov_rank), torch.zeros(0)
     tokens = [newest, *path] if draft.config.sample_from_anchor else [newest, newest, *path]
@@ -141,7 +145,9 @@ def bias_after(draft: DSparkDraft, hidden: Tensor, newest: int, path: Sequence[i
 
 
 def logits_after(draft: DSparkDraft, target: CausalLM, text: Sequence[int], path: Sequence[int]) -> Tensor:
-    """Return the draft's logits after a text and a drafted path, (vocab,), including the bias after the last token."""
+    """Return the draft's logits after a text and a drafted path, of shape (vocab,), including the bias after the last
+    token.
+    """
     logits = block_logits(draft, target, text)[len(path)]
     if draft.markov is not None:
         logits = logits + bias_after(draft, block_states(draft, target, text), text[-1], path)

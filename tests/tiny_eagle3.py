@@ -39,7 +39,8 @@ def tiny_eagle3(
 
 
 def logits_after(draft: Eagle3Draft, target: CausalLM, text: Sequence[int], path: Sequence[int] = ()) -> Tensor:
-    """Return the draft's logits after a text and a drafted path, (vocab,): slot by slot, without a cache.
+    """Return the draft's logits after a text and a drafted path, of shape (vocab,), computed slot by slot without a
+    cache.
 
     Each slot is a pair of a token's embedding and a state. For tokens of the text these are the target's states before
     the token; for drafted tokens it is the draft's own state of the previous slot.

@@ -73,7 +73,8 @@ FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
     "gpt-neox": _of(GPTNeoXConfig),
     # Two of four experts per token; the choice must not depend on other rows.
     "qwen3-moe": _of(Qwen3MoeConfig, num_key_value_heads=1, head_dim=8, **_EXPERTS),
-    # Soft capping, which only eager attention does; the cap is low enough to change the scores of these large weights.
+    # Soft capping, which only eager attention supports; the cap is low enough to change the scores of these large
+    # weights.
     "gemma2": _of(Gemma2Config, **_GEMMA, attn_logit_softcapping=5.0),
     # Separate rotary embeddings for each type of layer.
     "gemma3": _of(Gemma3TextConfig, **_GEMMA),
@@ -128,7 +129,9 @@ def counting_model(vocab: int = 16) -> PreTrainedModel:
 
 @torch.inference_mode()
 def full_forward(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
-    """Return the logits at every position of a text, (positions, vocab), by one forward without cache and masks."""
+    """Return the logits at every position of a text, of shape (positions, vocab), from one forward pass without cache
+    and masks.
+    """
     logits: Tensor = model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0]
     return logits
 

@@ -105,9 +105,10 @@ def deepened(folder: Path, target: Path, kept: Sequence[int], layers: int = 8) -
 def fit_eagle3(
     folder: Path, target: Path, vocabulary: int | None = None, texts: Tensor | None = None, **changes: Any
 ) -> Path:
-    """Fit an EAGLE-3 draft of the default layers to sentences, one recycled state deep; return its folder.
+    """Fit an EAGLE-3 draft that reads the default layers to sentences, and return its folder. Training recycles one
+    state.
 
-    ``texts``: other texts, (texts, positions).
+    ``texts``: other texts, of shape (texts, positions).
     """
     torch.manual_seed(0)
     model, tokenizer = CausalLM(load_model(str(target), torch.float32)), bpe_tokenizer()

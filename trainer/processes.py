@@ -1,6 +1,6 @@
 """The processes of a run: how they are launched, and how an error on one process reaches all other processes.
 
-For some combinations of launcher and devices, accelerate silently starts another combination; we reject such
+For some combinations of launcher and devices, accelerate silently starts something else. This module rejects such
 combinations.
 
 Every process calls `agreed`, `on_first` and similar functions in the same order; calls may be nested. An error on one
@@ -94,7 +94,7 @@ def agreed(work: Callable[[], Result], patient: bool = False) -> Result:
 
 
 def is_agreed(error: BaseException) -> bool:
-    """Return True if every process raises this error, or an error that refers to it."""
+    """Return True if every process raises this error or an error that refers to this error."""
     return _AGREED in getattr(error, "__notes__", ())
 
 
@@ -166,7 +166,7 @@ def build_accelerator(mixed_precision: str = "no", **options: Any) -> Accelerato
             group["backend"] = "gloo"
             _leave_out_compiled_communication()
     precision = "no" if deepspeed else mixed_precision  # ZeRO would round the weights to bf16: see `run.distributed`
-    # The gradients are views of DDP's buckets, so memory contains them only once.
+    # The gradients are views of DDP's buckets, so they take up memory only once.
     handlers = [InitProcessGroupKwargs(**group), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers, **options)
     _check_type(accelerator, deepspeed, fsdp)
@@ -200,7 +200,8 @@ def join_processes() -> Accelerator | None:
 
 
 def sharded_precision(mixed_precision: str) -> MixedPrecisionPolicy:
-    """Return FSDP2's precision: products in bf16 if the recipe asks for bf16, and sums of gradients and losses in fp32.
+    """Return the precision that FSDP2 uses: products are computed in bf16 if the recipe asks for bf16, and gradients
+    and losses are summed in fp32.
 
     accelerate's bf16 policy would also round the sums: 16,700.1 would come back as 16,640. It would also round inputs
     such as the logsumexp of stored logits, which would change the target's probabilities by up to 6%.
@@ -231,8 +232,8 @@ def _meet_apart_from_the_dead() -> None:
     """Choose a new meeting port for processes that torchrun has restarted.
 
     Otherwise the processes would reuse the store of the previous attempt and wait for dead processes that the store
-    still lists (pytorch/pytorch#135712). Raises UserError if there are several machines, because these may count
-    different numbers of attempts.
+    still lists (pytorch/pytorch#135712). Raises UserError if there are several machines, because the machines may have
+    counted different numbers of attempts.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or torch.distributed.is_initialized():
         return
@@ -268,7 +269,7 @@ def _check_deepspeed() -> None:
 
 
 def _leave_out_compiled_communication() -> None:
-    """Use gloo's all-reduce on CPUs, because DeepSpeed would compile an all-reduce of its own for half a minute."""
+    """Use gloo's all-reduce on CPUs, because DeepSpeed would need half a minute to compile its own all-reduce."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -134,8 +134,8 @@ def test_four_queries_a_key_over_an_odd_number_of_keys_attend_as_one_by_one(dtyp
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_target_on_two_gpus_writes_the_texts_of_the_cpu(name: str) -> None:
-    """Layers are on both GPUs in turns, and the last parts are on the second one; tests/thorough/test_two_devices.py
-    simulates this.
+    """The layers alternate between the two GPUs, and the last parts are on the second GPU.
+    tests/thorough/test_two_devices.py simulates this.
     """
     dispatch_model = pytest.importorskip("accelerate").dispatch_model
     places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 1, "model.layers.1": 0}

@@ -1,8 +1,8 @@
 """Trains small heads, with everything that depends on the whole batch, under any launcher.
 
-Usage: launched_heads.py FOLDER first|second. The first time, it does a whole run in FOLDER/straight, two steps of the
-run in FOLDER/chain if it exists, and a run in FOLDER/killed that kills itself after a step without a checkpoint. The
-second time, it finishes the killed run.
+Usage: launched_heads.py FOLDER first|second. The first time, it does a whole run in FOLDER/straight and, if
+FOLDER/chain exists, two steps of the run there. It also starts a run in FOLDER/killed that kills itself after a step
+without a checkpoint. The second time, it finishes the killed run.
 """
 
 import json
@@ -48,7 +48,7 @@ BUCKET_VIEWS: list[bool | None] = []
 
 
 def noting_prepare(*args: Any) -> Runner:
-    """Prepare like the loop, and record what it trains through."""
+    """Prepare in the same way as the loop, and record the wrapper through which the loop trains."""
     runner = prepare(*args)
     WRAPPERS.append(type(runner.module).__name__)
     BUCKET_VIEWS.append(getattr(runner.module, "gradient_as_bucket_view", None))

@@ -153,9 +153,7 @@ def test_a_run_resumed_after_kill_9_equals_the_one_that_was_never_killed(
 
 @pytest.mark.parametrize("last", ["zero2", "fsdp2"])
 def test_a_run_may_change_its_launcher_at_every_resume(last: str, launched: Callable[[str], Path], alone: Any) -> None:
-    """Two steps each run in one process, under DDP, under ZeRO-3 and under the last launcher; the losses equal those of
-    one run.
-    """
+    """One process, DDP, ZeRO-3 and the last launcher run two steps each; the losses equal the losses of one run."""
     chained = {}
     for kind in ("ddp", "zero3", last):
         chained |= noted(launched(kind) / "chain")["figures"]

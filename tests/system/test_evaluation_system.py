@@ -1,5 +1,5 @@
-"""Held-out evaluations by several processes: the figures of one process, each prompt decoded once, errors raised by
-all.
+"""Held-out evaluations by several processes have the figures of one process, decode each prompt once, and raise each
+error on all processes.
 """
 
 import json

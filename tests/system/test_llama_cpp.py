@@ -87,7 +87,9 @@ REREAD: dict[str, dict[str, Any]] = {
     "dflash, windows": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4, "is_causal": False},
     "dflash, yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **STRETCHED}},
 }
-"""Other readings of the DFlash draft's weights, which draft worse but the same here and in llama.cpp."""
+"""Settings with which the DFlash draft's weights are read differently. The draft is then worse, but the same here and
+in llama.cpp.
+"""
 EAGLE3: dict[str, dict[str, Any]] = {
     "eagle3": {},
     "eagle3, few tokens and norms": {"vocabulary": 60, "norm_before_residual": True, "norm_before_fc": True},
@@ -268,8 +270,8 @@ def test_a_trained_draft_writes_our_text_in_as_many_passes_as_here(found: dict[s
 def test_every_type_speculates_without_loss_against_its_own_target(
     desk: Desk, found: dict[str, Row], type: str
 ) -> None:
-    """The exception is near-ties in q8_0, because llama.cpp rounds products for one token and for several
-    differently.
+    """The exception is near-ties in q8_0, because llama.cpp rounds products for one token differently from products for
+    several tokens.
     """
     plain, drafted = found[f"plain {type}"], found[f"draft {type}"]
     for prompt, text, own in zip(desk.prompts, drafted["texts"], plain["texts"], strict=True):
@@ -344,8 +346,8 @@ def test_llama_cpp_splits_texts_as_the_tokenizer_does(desk: Desk, found: dict[st
 def test_a_draft_of_a_gguf_file_serves_with_that_very_file(
     desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the dequantised weights of the file the counts equal ours; with the file itself texts differ only by
-    rounding.
+    """With the dequantised weights of the file, the server's counts equal our counts; with the file itself, texts
+    differ only by rounding.
     """
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))

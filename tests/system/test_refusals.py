@@ -1,4 +1,4 @@
-"""An error in one of several processes ends all of them, and none waits for it."""
+"""An error in one of several processes ends all processes, and no process waits for the one that failed."""
 
 import json
 import sys
@@ -59,7 +59,7 @@ EVERY = 4  # steps between checkpoints, so that six kills hardly ever all come r
 
 
 def test_a_run_killed_six_times_equals_the_one_that_was_never_killed(tmp_path: Path) -> None:
-    """Bit by bit: the loss of every step, including repeated steps, and the final weights."""
+    """The loss of every step, including repeated steps, and the final weights are equal bit by bit."""
     workshop = write_workshop(tmp_path)
     whole, killed = workshop / "whole", workshop / "killed"
     recipes = [write_recipe(workshop, "medusa", output, steps=STEPS, every=EVERY) for output in (whole, killed)]

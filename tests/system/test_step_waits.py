@@ -9,9 +9,10 @@ from whole_runs import run
 SCRIPT = str(Path(__file__).with_name("counted_waits.py"))
 MICRO_BATCHES = 2
 FORWARDS = {"heads": (1, 1), "Medusa-2": (1, 2), "draft": (2, 2), "DSpark draft": (1, 1), "EAGLE-3 draft": (1, 1)}
-"""Number of forward passes of transformers' models for a micro batch that make a mask, at the first and at the second
-step. Each of them checks whether the positions are those of packed texts. Drafts that read states have separate
-masks."""
+"""For one micro batch, the number of forward passes in which a model of transformers makes a mask, at the first and at
+the second step. Each such pass checks whether the positions are those of packed texts. Drafts that read states have
+separate masks.
+"""
 
 
 def test_a_step_waits_for_its_device_once_and_each_mask_of_transformers_once(tmp_path: Path) -> None:

@@ -24,8 +24,9 @@ TEXT = "a ~b"
 SPECIAL = ["~", "^"]
 STRIPPED = "llama, llama3"
 TOLERANCE = 1e-6
-"""Relative to the largest logit, for experts, whose outputs are added in another order. All other models are equal to
-the bit."""
+"""Tolerance relative to the largest logit, for models with experts, because the experts' outputs are added in another
+order. All other models are equal to the bit.
+"""
 
 
 @pytest.fixture(scope="module")

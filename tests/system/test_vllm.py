@@ -56,7 +56,9 @@ EAGLE3_REREAD: dict[str, dict[str, Any]] = {
     "eagle3, window": {"layer_types": ["sliding_attention"], "sliding_window": 4, "use_sliding_window": True},
     "eagle3, linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
 }
-"""Other readings of the first draft's weights: it drafts worse with them, but the same here and in vLLM."""
+"""Settings with which the first draft's weights are read differently. The draft is then worse, but the same here and in
+vLLM.
+"""
 Row = dict[str, Any]
 
 
@@ -89,13 +91,14 @@ class LookupElseHeadsSession(HybridSession):
 
 
 ROOM = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "block_size": 32, "num_gpu_blocks_override": 7}
-"""Settings for eight texts at a time, whose prompts are read in parts, with too little room for all, so that some are
-preempted."""
+"""Settings for eight texts at a time. Prompts are read in parts, and there is too little room for all texts, so some
+texts are preempted.
+"""
 CROWD = tuple((prompt, 1 + 13 * place % 60) for place, prompt in enumerate(prompts(200, seed=3)))
 
 
 def cases_of(desk: Desk) -> list[VllmCase]:
-    """Return a start of vLLM for every export and every trap."""
+    """Return the cases: one start of vLLM for every export and every trap."""
     folder, target = desk.folder, desk.target
     heads = {name: folder / name for name in TRAINED}
     for name, given in TRAINED.items():
@@ -139,7 +142,7 @@ def found(desk: Desk) -> Row:
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def eagle3(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Row:
-    """The rows of EAGLE-3 drafts in both layouts, by name, layout and batch size, for a target of a family."""
+    """Return the rows of EAGLE-3 drafts in both layouts, by name, layout and batch size, for a target of a family."""
     desk = Desk(tmp_path_factory.mktemp(request.param), request.param, layers=8)
     folder, target, cases = desk.folder, desk.folder / "target", list[VllmCase]()
     for name, changes in {**EAGLE3, **EAGLE3_REREAD}.items():

@@ -2,9 +2,9 @@
 
 Loading torch, transformers and the commands takes most of the time of a command on a tiny model. Each command still has
 a separate process, arguments, folder, output and exit code; its environment is that of the forking process, with
-changes. ``accelerate launch`` and ``torchrun`` are the real launchers, except that they fork what they would start. Run
-as a program, it reads {"words", "folder", "output", "seconds", "changes"}, one object per line. It writes the process
-id, and later the exit code, into the pipe ``output``.code.
+changes. ``accelerate launch`` and ``torchrun`` are the real launchers, except that they fork what they would start. If
+this file is run as a program, it reads {"words", "folder", "output", "seconds", "changes"}, one object per line. It
+writes the process id, and later the exit code, into the pipe ``output``.code.
 """
 
 import argparse

@@ -39,8 +39,8 @@ def workshop(folder: Path, kind: str, **evaluation: Any) -> dict[str, Any]:
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[int, float]]]:
     """Make evaluations return these figures one after the other; return the tree nodes and temperature of each
-    evaluation. There are eight prompts with ten passes each. Every second prompt has ``apart`` tokens more and the
-    others as many fewer, alternating from evaluation to evaluation.
+    evaluation. There are eight prompts with ten passes each. Half of the prompts have ``apart`` tokens more, and the
+    other half have ``apart`` tokens fewer; the halves change places at each evaluation.
     """
     asked: list[tuple[int, float]] = []
 
@@ -186,7 +186,7 @@ def killed(content: dict[str, Any], owner: Any, name: str, step: int) -> None:
 
 @pytest.mark.usefixtures("figures_of_the_weights")
 def test_a_run_killed_anywhere_finishes_the_same_best_weights(tmp_path: Path) -> None:
-    """The kills come before a step, before an evaluation, and before its weights are judged."""
+    """The kills come before a step, before an evaluation, and before the evaluated weights are judged."""
     straight = begin(tmp_path / "straight")
     run(straight)
     provenance, _ = finished(straight)

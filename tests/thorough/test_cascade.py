@@ -68,7 +68,7 @@ def test_what_the_small_draft_guesses_right_takes_no_pass_of_the_larger_one(
 
 
 def every_guess_kept(proposals: Any, logits: Any, *rest: Any) -> list[Verdict]:
-    """Replace `decide`: every guess is kept, and only the token after it comes from the larger draft."""
+    """Replace `decide`: every guess is kept, and only the token after the guess comes from the larger draft."""
     last = [len(proposal.tree) - 1 for proposal in proposals]
     return [
         Verdict(tuple(range(1, end + 1)), source.draw(of_row[end].softmax(-1)))

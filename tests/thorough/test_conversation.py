@@ -73,7 +73,7 @@ def fresh_answer(chat: Conversation, question: str) -> str:
 @contextmanager
 def interrupted_forward(target: CausalLM, fails_at: int) -> Iterator[None]:
     """Simulate Ctrl-C in the n-th forward pass, after the first layer has written into the cache and before the second
-    has.
+    layer runs.
     """
     left = fails_at
 

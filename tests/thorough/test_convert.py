@@ -1,4 +1,4 @@
-"""Drafts of other trainers are converted (flat, nested and GGUF) with equal drafts before and after, or rejected by
+"""Folders of other trainers (flat, nested and GGUF) draft the same before and after conversion, or are rejected by
 name.
 """
 

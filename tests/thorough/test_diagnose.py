@@ -121,8 +121,8 @@ def test_nothing_differs_between_a_healthy_server_and_the_loop(desk: Desk, tmp_p
     found = json.loads((tmp_path / "found.json").read_text())
     ((_, findings),) = found["findings"].items()
     assert found["first"] is None and [each["status"] for each in findings] == ["ok"] * 7
-    assert findings[-2]["figures"]["tokens"] == 3  # as many as the server counts positions for
-    # What the server had counted before, 7 of 300, is not among it.
+    assert findings[-2]["figures"]["tokens"] == 3  # the server counts this many positions
+    # The tokens that the server had counted before, 7 of 300, are not included.
     assert findings[-2]["figures"]["acceptance_length"]["server"] > 2
 
 

@@ -186,8 +186,8 @@ def test_what_a_gguf_file_cannot_say_is_refused(
 def test_a_nested_folder_is_flattened_and_servers_that_cannot_read_it_get_no_command(
     tmp_path: Path, target: tuple[Path, CausalLM]
 ) -> None:
-    """The draft is a DFlash draft of speculators that reads the last layer and has windows, with causal blocks in these
-    layers.
+    """The draft is a DFlash draft in the layout of ``speculators``. It reads the last layer, and its layers with
+    windows have causal blocks.
     """
     source = trained(tmp_path / "run", target, flash=True, tree=(), **WINDOWS, target_layer_ids=(0, 2))
     flat = json.loads((source / "config.json").read_text())

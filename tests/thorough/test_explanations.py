@@ -1,5 +1,5 @@
-"""The pages of explanation: their pictures and tables have the numbers of the rules and of the law,
-and are up to date.
+"""The pages of explanation: their pictures and tables are up to date, and have the numbers of the rules and of the
+formula for expected tokens.
 """
 
 import json

@@ -82,7 +82,7 @@ def test_an_interrupt_at_any_line_leaves_the_cache_usable() -> None:
 
 
 def test_an_interrupt_at_any_line_of_the_very_first_call_leaves_the_cache_usable() -> None:
-    """Only some of its buffers may exist."""
+    """At the interrupt, only some of the cache's buffers may exist."""
     for line in range(1, 400, 23):
         kept = causal_lm("llama").new_cache(4)
         with pytest.raises(KeyboardInterrupt), interrupt_at(line):

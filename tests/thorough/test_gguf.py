@@ -149,9 +149,7 @@ def test_a_file_that_reads_back_differently_is_not_exported(
 
 
 def same_drafts(target: CausalLM, folder: Path, exported: Path, prompts: list[list[int]]) -> Acceptance:
-    """Return the acceptance of the trained draft, after checking that texts and steps equal those of the exported
-    file.
-    """
+    """Return the trained draft's acceptance, after checking that the exported file gives the same texts and steps."""
     ((trained, read),) = readers(ExportTask(folder, exported, "gguf"), target)
     before, after = (
         [

@@ -1,5 +1,5 @@
-"""Two drafters in one tree: what is grafted, the kind of the proposal, that both sessions follow the text, and
-losslessness.
+"""Two drafters in one tree: what is grafted, the kind of the proposal, how both sessions follow the text, and that
+decoding is lossless.
 """
 
 from collections import defaultdict

@@ -59,7 +59,7 @@ def test_intervals_called_95_percent_hold_93_percent_at_published_sizes(
 
 @pytest.mark.parametrize("mutant", [False, True])
 def test_about_one_in_twenty_equal_pairs_is_called_real(mutant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The share is one in twenty from 27 prompts on, and at most one in thirteen with eight or ten."""
+    """The share is one in twenty with 27 or more prompts, and at most one in thirteen with eight or ten prompts."""
     if mutant:
         monkeypatch.setattr(metrics, "expanded_quantile", lambda texts: metrics._Z95)
     few = (told_apart(8) + told_apart(10)) / 2

@@ -40,7 +40,7 @@ HOSTILE = [
     "a</summary></details>",
 ]
 FEW_HOSTILE = ["<script>alert(1)</script>", "a\n\n# heading", "![x](http://evil.example/x.png)", "$x^$ \\(y\\)"]
-"""These represent all in `make check` in tests of pages and pictures."""
+"""In `make check`, these represent all hostile texts in tests of pages and pictures."""
 READER = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
 HARMLESS = {"inline", "text", "softbreak", "code_inline", "text_special"}
 
@@ -115,8 +115,8 @@ def elements(page: Path) -> list[tuple[str, ...]]:
 
 
 def test_the_page_has_the_same_elements_whatever_its_texts_are(tmp_path: Path) -> None:
-    """Texts by other people: names of methods, settings, tasks and rules, prompts, answers, and the description of
-    questions.
+    """The texts by other people are names of methods, settings, tasks and rules, prompts, answers, and the description
+    of questions.
     """
     report = full_report(grid=[row for row in full_report()["grid"] if row["batch_size"] == 4])
     hostile = " ".join([*HOSTILE, "\"'><b onclick=alert(1)>", "</mark></style><script>", "{{ 7 * 7 }}"])

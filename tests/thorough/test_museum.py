@@ -181,7 +181,7 @@ def fit(parameters: Iterable[nn.Parameter], loss: Callable[[], Tensor], steps: i
 
 def contrasted(losses: list[Tensor]) -> Tensor:
     """Return the loss of the last reading, plus a penalty if earlier, wrong readings fit; otherwise so small a draft
-    would not distinguish them.
+    would not distinguish the readings.
     """
     wrong, right = losses[0], losses[-1]
     return right if len(losses) == 1 else right - 0.5 * torch.minimum(wrong, 2 * right.detach())
@@ -322,7 +322,9 @@ def set_part(name: str, value: Any) -> Plant:
 
 
 def from_file(change: Callable[[dict[str, Any], dict[str, Tensor]], object] = lambda keys, tensors: None) -> Plant:
-    """The server reads a GGUF file with changed keys or tensors. The last layer in it stands for those it lacks."""
+    """Plant: the server reads a GGUF file with changed keys or tensors. The last layer in the file replaces missing
+    layers.
+    """
 
     def plant(museum: Museum, of: str, folder: Path) -> dict[str, Any]:
         folder.mkdir()

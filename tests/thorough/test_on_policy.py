@@ -103,7 +103,7 @@ def test_texts_are_written_for_several_steps_by_the_draft_as_it_is_at_the_first(
     asked: list[int] = []
 
     def draft_now() -> CausalLM:
-        """Return the target itself as the draft, of which nothing is rejected, and later another model."""
+        """Return the draft: at first the target itself, of which nothing is rejected, and later another model."""
         asked.append(len(asked))
         return target() if len(asked) == 1 else draft()
 

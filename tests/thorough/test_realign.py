@@ -40,7 +40,7 @@ from trainer.recipe.reading import parse_recipe
 from trainer.run.train import run_recipe
 
 NOBODY = Console(file=io.StringIO())
-"""Listens."""
+"""A console that nobody reads."""
 STALE = "lr=1e-3 of yesterday"
 """The draft's folder, a path with characters at which specs of drafters are split."""
 

@@ -46,7 +46,9 @@ TABLE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "targets.md
 
 
 class Chains(HostileDrafter):
-    """Drafter of chains of up to six tokens, each right in two of three cases; or all of them right, or none."""
+    """A drafter of chains of up to six tokens. Each token is right in two of three cases, or all tokens are right, or
+    no token is.
+    """
 
     budgets = (Budget(6, 7),)
 
@@ -235,7 +237,7 @@ def test_a_row_that_waits_for_too_long_drafts_nothing_in_one_step(monkeypatch: p
 
 
 def test_a_row_can_be_cut_anywhere_and_a_conversation_goes_on() -> None:
-    """After the kept states, the states are restored; before them, the text runs again."""
+    """If the cut is after the kept states, these states are restored; if it is before them, the text runs again."""
     target, text = CausalLM(family_model("qwen3_next")), PROMPTS[2] * 2
     wanted = target.prefill([text], target.new_cache(40)).logits
     for cut in (0, 1, 8, 12, 13, 17):

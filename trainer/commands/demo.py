@@ -69,7 +69,8 @@ def imported_app() -> ModuleType:
 def asked_drafters(options: DemoOptions) -> tuple[list[str], list[str]]:
     """Return the drafters to load and notes for the page.
 
-    By default these are lookup and, for the quickstart target, the drafters that were trained for it.
+    By default the drafters are lookup and, if the target is the quickstart target, the drafters that were trained for
+    it.
     """
     if options.drafter:
         return options.drafter, []

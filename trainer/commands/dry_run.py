@@ -85,7 +85,7 @@ def dry_run(recipe: AnyRecipe, console: Console | None = None) -> None:
     untrained artefact.
 
     The last steps of the recipe are measured, because they cost the most; they run on as many processes as the launcher
-    started. Of all files, only the artefact remains on disk. Raises UserError for any recipe that training rejects.
+    started. Only the artefact remains on disk. Raises UserError for any recipe that training rejects.
     """
     console = console or standard_output()
     agreed(lambda: check_folders(recipe))
@@ -122,12 +122,12 @@ def _write_artefact(recipe: AnyRecipe, job: Job, accelerator: Accelerator, scrat
     format = {HEADS: "heads", DRAFT: "draft", DSPARK: "dspark", EAGLE3: "eagle3"}[kind_held_in(made)]
     try:
         say(console, str(export(made, folder, format, prompts=NO_PROMPTS)))
-    except UserError as error:  # some drafts fit no format
+    except UserError as error:  # no served format can describe some drafts
         say(console, f"the untrained artefact was not written as {format}: {error}")
 
 
 def _times(job: Job, accelerator: Accelerator, process: Process) -> _Times:
-    """Run the last steps, starting at a step that writes texts if there is one; return the medians."""
+    """Run the last steps, starting at a step that writes texts if there is one; return the median durations."""
     section, source = job.recipe.training, job.source
     last = max(0, section.steps - STEPS)
     writing_steps = [step for step in range(section.steps) if source.writes_at(step)]

@@ -76,7 +76,7 @@ def run_evaluate(options: EvaluateOptions, console: Console | None = None) -> Re
         report = replace(
             report,
             **about,
-            **{name: known[-1][name] for name in ("hardware", "versions", "commit")},  # another machine is possible
+            **{name: known[-1][name] for name in ("hardware", "versions", "commit")},  # the machine may have changed
             commits=tuple(sorted({provenance["commit"] for provenance in known})),
             processors=tuple(sorted({provenance["hardware"]["processor"] for provenance in known})),
             processes=world,

@@ -82,7 +82,7 @@ def _name_of(path: str) -> str:
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Return the names; a repeated name gets a number, from 2 on, that makes it unique."""
+    """Return the names. A repeated name gets a number that makes it unique, such as ``NAME (2)``."""
     chosen: list[str] = []
     for name in names:
         tried = chain([name], (f"{name} ({number})" for number in count(2)))

@@ -99,7 +99,8 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
 def untrained_drafters(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, Drafter], dict[str, int], dict[str, str]]:
-    """Return chain drafters by kind, the number of parameters of each, and for each missing kind the reason.
+    """Return three mappings by kind: chain drafters, the number of parameters of each drafter, and the reason why a
+    kind is missing.
 
     Heads share the target's lm_head. The DSpark draft has as many layers as in the recipes, and the small draft
     consists of one layer of the target.
@@ -115,7 +116,7 @@ def untrained_drafters(
         anything = str(tokenizer.convert_ids_to_tokens(0))  # the costs do not depend on this token
         config = dspark_config(target, tokenizer, DSparkSection(block_size=DEEPEST, mask_token=anything))
         config.check_fits(target)
-        with target.device:  # a CPU would draw the random weights of an 8B target's draft for many seconds
+        with target.device:  # a CPU would need many seconds for the random weights of an 8B target's draft
             made = DSparkDraft(config).to(target.dtype).eval()
         return drafter_of(made, DEEPEST), _parameters(made)
 
@@ -148,12 +149,12 @@ def asked_or_planned(
     batch_sizes: Sequence[int],
     notes: Console,
 ) -> Sequence[str]:
-    """Return the specs of the ``given`` drafters, or of the drafters that the plan in ``path`` chose; for plain
-    decoding there are none.
+    """Return the specs of the ``given`` drafters, or of the drafters that the plan in ``path`` chose; the result is
+    empty for plain decoding.
 
-    ``temperatures`` and ``batch_sizes`` describe the texts that will be decoded. Prints to ``notes`` why the plan
-    may fit badly. Raises UserError if both drafters and a plan are set, or if the plan has another target, drafter or
-    dtype.
+    ``temperatures`` and ``batch_sizes`` describe the texts that will be decoded. Prints to ``notes`` why the plan may
+    suit these texts badly. Raises UserError if both drafters and a plan are set, or if the plan has another target,
+    drafter or dtype.
     """
     if path is None:
         return given

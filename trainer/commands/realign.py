@@ -1,8 +1,8 @@
 """`headstart realign`: distils a stale draft on answers that its newly tuned target writes.
 
-One folder contains everything; if the command is killed, the same command resumes there. Three files contain rows:
-prompts.jsonl to learn from, choosing.jsonl to choose the best weights, and heldout.jsonl to measure. The folder also
-contains the answers to the first two files, the files of the training, realigned.json, and final/ with the draft.
+One folder contains everything; if the command is killed, the same command resumes from this folder. Three files contain
+rows: prompts.jsonl to learn from, choosing.jsonl to choose the best weights, and heldout.jsonl to measure. The folder
+also contains the answers to the first two files, the files of the training, realigned.json, and final/ with the draft.
 """
 
 import json

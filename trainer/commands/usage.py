@@ -1,4 +1,5 @@
-"""Commands of the typer application: options from dataclasses, help, and usage errors in one sentence.
+"""The commands of the typer application: how they get options from dataclasses, show help, and report usage errors in
+one sentence.
 
 An error, a signal or a closed pipe that ends a command is turned into one sentence and an exit code.
 """

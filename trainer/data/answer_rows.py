@@ -1,4 +1,4 @@
-"""Answer rows on disk, which are appended as they arrive and sorted at the end.
+"""The rows of answers on disk. Rows are appended as they arrive, and sorted at the end.
 
 Only the keys and offsets of the rows are in memory.
 """
@@ -18,7 +18,9 @@ _KEY = AnswerKey._fields
 
 
 class RowFile:
-    """A .jsonl file of rows with ``row`` and ``sample``. The file grows by whole lines; only the keys are in memory."""
+    """A .jsonl file of rows that have the fields ``row`` and ``sample``. The file grows by whole lines; only the keys
+    are in memory.
+    """
 
     def __init__(
         self, path: Path, fields: Set[str] = frozenset(), drops: Callable[[dict[str, Any]], bool] | None = None

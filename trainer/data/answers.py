@@ -1,4 +1,4 @@
-"""Regenerated answers: the run that requests answers, and the files, which survive a kill.
+"""Regenerated answers: the run that requests answers, and the files, which stay intact if the run is killed.
 
 The answers are in ``NAME.jsonl``, their settings are in ``NAME.jsonl.meta.json``, and the conversations that were set
 aside, each with a reason, are in ``NAME.jsonl.failed.jsonl``.
@@ -177,8 +177,8 @@ def _row_of(outcome: Outcome) -> dict[str, Any]:
 
 
 def described_prompts(source: Path) -> list[Any]:
-    """Return how files of regenerated answers describe their prompts: by a name, or by how the target wrote them, with
-    counts.
+    """Return how files of regenerated answers describe their prompts: by a name, or by a description with counts if the
+    target wrote the prompts.
 
     ``source`` is a file or a folder of files. The list is empty for answers that were not regenerated.
     """
@@ -222,10 +222,10 @@ def _begin(path: Path, set_aside: Path, settings: dict[str, Any], about: dict[st
 
 @dataclass
 class Summary:
-    """Counts of one run that requests answers.
+    """The counts of one run that requests answers.
 
     ``reasoned`` counts answers with reasoning, and ``reasoned_only`` counts answers that consist only of reasoning.
-    ``other_models`` counts conversations that name another model than the one that answered. ``texts_alone`` counts
+    ``other_models`` counts conversations that name a different model from the one that answered. ``texts_alone`` counts
     conversations without the target's tokens.
     """
 

@@ -70,7 +70,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded sequences, each (batch, positions)."""
+    """Right-padded sequences; each tensor has the shape (batch, positions)."""
 
     tokens: Int[Tensor, "batch positions"]
     attention_mask: Int[Tensor, "batch positions"]
@@ -223,7 +223,8 @@ class BatchSource(Protocol):
         """Return True if `write` must be called before this step (from 0). The result is the same on all processes."""
 
     def write(self, step: int, positions: Sequence[int]) -> Mapping[str, float]:
-        """Generate the texts for this process's positions from this step on, with the draft's current weights.
+        """Generate the texts at this process's positions for this step and the steps that follow, with the draft's
+        current weights.
 
         All processes must call this together, with all trained parameters gathered. Returns figures to log, with the
         same keys on every process; the loop sums the figures over the processes.

@@ -130,7 +130,7 @@ def load_splits(
 ) -> tuple[Dataset, Dataset]:
     """Load the training data and the held-out data (never packed), as in `load_dataset`. Every process calls this.
 
-    If no answer in the training data is trained (``answers`` is False), rows without answers suffice.
+    If training uses no answers from the training data (``answers`` is False), rows without answers suffice.
     """
     heldout, load = load_heldout_data(section, tokenizer, ends), load_dataset if answers else _load_decoded
     # Every process waits here, because one process per machine may have to tokenize the data.
@@ -152,7 +152,9 @@ def load_heldout_data(section: DataSection, tokenizer: PreTrainedTokenizerBase, 
 def _load_decoded(
     path: str, section: DataSection, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()
 ) -> Dataset:
-    """Load rows with answers, or prompts without answers. Other rows are rejected as if answers were needed."""
+    """Load rows with answers, or prompts without answers. Other rows are rejected with the error for rows that need
+    answers.
+    """
     try:
         return load_dataset(path, section, tokenizer, ends)
     except UserError as error:
@@ -221,8 +223,8 @@ def load_sequences(
 ) -> Tokenized:
     """Return the sequences of a source from the cache, which is filled if needed.
 
-    Small sources are only kept in memory. ``ends`` are as in `TranscriptEncoder`. The first process on a machine
-    tokenizes while the others wait. Raises UserError for bad rows and for a cache that cannot be written.
+    The sequences of small sources are kept only in memory. ``ends`` are as in `TranscriptEncoder`. The first process on
+    a machine tokenizes while the others wait. Raises UserError for bad rows and for a cache that cannot be written.
     """
     if source.num_bytes is not None and (
         source.num_bytes <= _FEW_BYTES or (section.max_rows is not None and section.max_rows <= _FEW_ROWS)

@@ -55,7 +55,7 @@ PRESETS = {
 
 
 class Row(NamedTuple):
-    """One row: its fields by name, or the error that explains why there are none."""
+    """One row: its fields by name, or the error that explains why it has no fields."""
 
     where: str
     """The row's location for error messages: file and line, or data set and row."""
@@ -75,8 +75,8 @@ class RowSource:
 
     name: str
     sha256: str
-    """Fingerprint of a file, of a folder's file names and files, or of a hub data set's name, split and fingerprint
-    (the commit for a streamed set).
+    """Fingerprint of a file, or of a folder's file names and files. For a hub data set, the fingerprint of its name,
+    its split, and its own fingerprint or, if it is streamed, its commit.
     """
     files: tuple[Path, ...] = ()
     hub: Iterable[dict[str, Any]] | None = None
@@ -90,7 +90,7 @@ class RowSource:
         return sum(file.stat().st_size for file in self.files) if self.hub is None else None
 
     def read(self) -> Iterator[Row]:
-        """Yield all rows, file after file; lines and rows count from 1."""
+        """Yield all rows, file after file; lines and rows are counted from 1."""
         for number, fields in enumerate(self.hub or (), start=1):
             yield Row(f"{self.name}, row {number}", without_nulls(fields))
         for file in self.files:
@@ -154,7 +154,9 @@ def _downloaded(name: str, hub: HubName, config: str | None, section: DataSectio
 
 
 def _streamed(_: str, hub: HubName, config: str | None, section: DataSection) -> RowSource:
-    """Return a stream whose name omits the revision, so that all names of a commit share the cached tokens."""
+    """Return a stream whose name omits the revision, so that all revisions that name the same commit share the cached
+    tokens.
+    """
     name = ":".join(part for part in (hub.repo_id, config) if part)
     commit = _commit_of(hub)
     fingerprint = hashlib.sha256(repr((name, section.split, commit, "streamed")).encode()).hexdigest()

@@ -54,7 +54,7 @@ def label_of(text: str) -> str:
 
 
 def tree_of(step: Step, text_of: Callable[[int], str]) -> dict[str, Any] | None:
-    """Return a step's candidate tree as nested nodes. After the kept nodes comes the token that the target wrote.
+    """Return a step's candidate tree as nested nodes. The token that the target wrote follows the kept nodes.
 
     A node has a ``label``, a ``kind`` (root, kept, dropped or written) and ``children`` in the order of drafting.
     Returns None if nothing was drafted.
@@ -242,7 +242,7 @@ class Answers:
             race.close()
 
     def rules(self, drafter: str, temperature: Any, chosen: str) -> Any:
-        """Offer the fitting rules; keep the chosen rule if it still fits."""
+        """Offer the rules that suit the drafter and the temperature; keep the chosen rule if it is one of these."""
         rules = fitting_rules(self.models.drafter(drafter), temperature)
         return gr.update(choices=rules, value=chosen if chosen in dict(rules).values() else AUTOMATIC)
 

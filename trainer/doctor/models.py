@@ -114,7 +114,8 @@ def read_skeleton(name: str, dtype: torch.dtype, trusted: bool) -> tuple[list[Fi
 def fitting_recipes(target: CausalLM) -> tuple[str, ...]:
     """Return the names in recipes/any that can train drafters for a target.
 
-    A target that verifies only chains cannot be a draft.
+    The recipe ``draft`` makes a draft from layers of the target. A target that verifies only chains cannot provide such
+    a draft.
     """
     if why_no_chains(target.model):
         return ()
@@ -158,7 +159,9 @@ def target_findings(target: Skeleton) -> list[Finding]:
 
 
 def check_vocabulary(target: Skeleton) -> Finding:
-    """Compare the numbers of tokens of the tokenizer and of the model. The model may have more tokens, as padding."""
+    """Compare the numbers of tokens of the tokenizer and of the model. The model may have more tokens than the
+    tokenizer, as padding.
+    """
     known, named = target.model.vocab_size, len(target.tokenizer)
     sentence = f"the tokenizer has {named} tokens and the model has {known}"
     if target.tokenizer.vocab_size > known:
@@ -197,7 +200,7 @@ def check_memory(weights: Mapping[str, int], free: int | None) -> Finding:
 
 
 class DrafterCheck(NamedTuple):
-    """A drafter's findings, and the size of its weights in bytes."""
+    """The findings on a drafter, and the size of the drafter's weights in bytes."""
 
     findings: list[Finding]
     weights: int = 0

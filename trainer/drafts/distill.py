@@ -30,7 +30,8 @@ AnyDraft = CausalLM | DSparkDraft | Eagle3Draft
 
 
 def drafter_of(draft: AnyDraft, tokens: int) -> Drafter:
-    """Make a drafter of chains of ``tokens``; for a DSpark draft the length of a chain is the block size.
+    """Return a drafter that drafts chains of ``tokens`` tokens. The chain of a DSpark draft is always as long as its
+    block.
 
     On CUDA an ordinary draft decodes with CUDA graphs if possible.
     """
@@ -51,10 +52,10 @@ class TeacherSource(Protocol):
     def for_batch(
         self, batch: Batch, positions: Int[Tensor, " labels"] | None = None, stored: Mapping[str, Tensor] | None = None
     ) -> Teacher:
-        """Return the target's distribution at the positions whose next token is trained, row by row.
+        """Return, row by row, the target's distribution at the positions whose next token is trained.
 
         ``positions`` are these positions in the flattened batch; ``stored`` is the result of `read` on the batch's
-        device. If ``positions`` or ``stored`` is None, this function computes it.
+        device. If ``positions`` or ``stored`` is None, this function computes what is missing.
         """
         ...
 
@@ -102,8 +103,8 @@ class DistillTraining(nn.Module):
     """The module that is trained: the draft, which computes its loss in the forward pass."""
 
     def __init__(self, initial: InitialDraft, loss: LossSection, vocab_size: int) -> None:
-        """``vocab_size`` is the size of the target's vocabulary; further tokens of the draft are neither trained nor
-        decoded.
+        """``vocab_size`` is the size of the target's vocabulary. The draft's tokens beyond this size are neither
+        trained nor decoded.
         """
         super().__init__()
         check_logits(initial.model, "draft")
@@ -113,7 +114,7 @@ class DistillTraining(nn.Module):
         self._scale, self._soft_cap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
 
     def forward(self, inputs: DraftInputs, scale: Float[Tensor, " terms"] | None = None) -> TermSums:
-        """Return losses and hits, (terms,) each, and the total.
+        """Return the losses and the hits, each of shape (terms,), and the total.
 
         Hits of soft terms are Σ min(p, q), the per-position acceptance; if cross entropy is the only term, hits are
         correct argmaxes.

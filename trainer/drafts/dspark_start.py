@@ -27,8 +27,8 @@ _UNSCALED = ("rope_theta", "partial_rotary_factor")
 def initial_dspark(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DraftSection, examples: Sequence[Example]
 ) -> DSparkDraft:
-    """Make a recipe's initial draft, in fp32 on the target's device. The draft is new, with random weights (by torch's
-    global seed), or it is a stored draft.
+    """Make a recipe's initial draft, in fp32 on the target's device. The draft is either a stored draft or a new one,
+    whose random weights come from torch's global seed.
 
     Raises UserError for sizes that no server loads, and for a mask token that ends a text or occurs in the examples.
     """
@@ -65,8 +65,8 @@ def initial_dspark(
 def _stored_draft(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, name: str, of_draft: DraftSection
 ) -> DSparkDraft:
-    """Load a draft to train further; raise UserError if its sizes differ from the sizes in the section (where None fits
-    any size).
+    """Load a draft to train further; raise UserError if its sizes differ from the sizes in the section. A size of None
+    in the section matches any size.
     """
     section = of_draft.dspark
     assert section is not None, "the recipe asks for a DSpark draft"

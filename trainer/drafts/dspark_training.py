@@ -57,9 +57,9 @@ class Blocks(NamedTuple):
 def sample_blocks(batch: Batch, anchors: int, depth: int, seed: int, step: int) -> Blocks:
     """Draw up to ``anchors`` positions per row whose next token is trained, and label the next ``depth`` tokens.
 
-    A block's labels end before the first token that is not trained or is in another document. Call this with the batch
-    on the host, because otherwise this function would wait for the GPU. The draw depends only on the seed, the step and
-    the row's tokens, so other rows, the number of processes and interruptions do not change it.
+    A block's labels end before the first token that training does not use or that belongs to another document. Call
+    this with the batch on the host, because otherwise this function would wait for the GPU. The draw depends only on
+    the seed, the step and the row's tokens, so other rows, the number of processes and interruptions do not change it.
     """
     drawn = [
         _drawn(possible.nonzero()[:, 0], anchors, f"{seed} {step} {text[: int(length)].tolist()}")
@@ -90,7 +90,7 @@ def _drawn(possible: Int[Tensor, " possible"], count: int, key: str) -> Int[Tens
 
 
 def _at(values: Tensor, index: Int[Tensor, "batch *index"]) -> Tensor:
-    """Return ``values``, (batch, positions), at some positions of each row."""
+    """Return ``values``, of shape (batch, positions), at some positions of each row."""
     return values.gather(1, index.flatten(1)).view(index.shape)
 
 
@@ -108,8 +108,8 @@ class Labels(NamedTuple):
 
 
 def labels_of(batch: Batch, blocks: Blocks, slots: int) -> Labels:
-    """Return the labels of blocks of ``slots`` slots. The last slots of a block predict one depth each. Call this on
-    the host.
+    """Return the labels of blocks with ``slots`` slots each. The last slots of a block predict one depth each. Call
+    this on the host.
     """
     counts = torch.tensor([len(of_depth) for of_depth in blocks.labelled])
     block, depth = torch.cat(blocks.labelled), torch.arange(len(counts)).repeat_interleave(counts)
@@ -149,7 +149,9 @@ def block_inputs(batch: Batch, blocks: Blocks, slots: int, mask_token: int) -> B
 
 CONFIDENCE = "confidence"
 _TOGETHER = 128
-"""Largest number of blocks in one forward pass, because the mask grows with the square of the number of slots."""
+"""Largest number of blocks in one forward pass. It is limited because the mask grows with the square of the number of
+slots.
+"""
 
 
 class DSparkInputs(NamedTuple):
@@ -193,7 +195,7 @@ class DSparkTraining(nn.Module):
         self._mix = mix
 
     def forward(self, inputs: DSparkInputs, scale: Float[Tensor, " terms"] | None = None) -> TermSums:
-        """Return losses and hits, (terms,) each, and the total.
+        """Return the losses and the hits, each of shape (terms,), and the total.
 
         Hits of soft terms are Σ min(p, q), the per-position acceptance; if cross entropy is the only term, hits are
         correct argmaxes.
@@ -329,7 +331,7 @@ class DSparkObjective:
         return copy.deepcopy(self.module.draft).to(self._target.device, self._target.dtype).requires_grad_(False).eval()
 
     def drafter(self) -> Drafter:
-        """Return a drafter of the fitted tree; before fitting, a drafter of a chain of K tokens."""
+        """Return a drafter that drafts the fitted tree or, before a tree is fitted, a chain of K tokens."""
         return DSparkDrafter(self.decoding_copy())
 
     def choose_tree(self, target: CausalLM, texts: GreedyTexts) -> None:

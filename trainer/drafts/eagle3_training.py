@@ -49,8 +49,8 @@ from trainer.target.loading import OnlineTarget
 def initial_eagle3(
     target: CausalLM, tokenizer: PreTrainedTokenizerBase, section: DraftSection, examples: Sequence[Example]
 ) -> Eagle3Draft:
-    """Make a recipe's initial draft, in fp32 on the target's device. The draft is new, with random weights (by torch's
-    global seed), or it is a stored draft.
+    """Make a recipe's initial draft, in fp32 on the target's device. The draft is either a stored draft or a new one,
+    whose random weights come from torch's global seed.
 
     The lm_head of a random draft consists of rows of the target's lm_head. Raises UserError for a draft that does not
     fit the target.
@@ -73,7 +73,7 @@ def initial_eagle3(
 
 
 def eagle3_config(target: CausalLM, section: Eagle3Section) -> Eagle3Config:
-    """Return the config of a recipe's draft, in which no flag is set; vLLM, SGLang and llama.cpp all read this form."""
+    """Return the config of a recipe's draft. The config sets no flag; vLLM, SGLang and llama.cpp all read this form."""
     try:
         taps = section.taps or default_layers(target.num_layers)
     except UserError as error:
@@ -94,8 +94,8 @@ def eagle3_config(target: CausalLM, section: Eagle3Section) -> Eagle3Config:
 
 
 def _stored_draft(target: CausalLM, name: str, of_draft: DraftSection) -> Eagle3Draft:
-    """Load a draft to train further; raise UserError if its sizes differ from the sizes in the section (where None fits
-    any size).
+    """Load a draft to train further; raise UserError if its sizes differ from the sizes in the section. A size of None
+    in the section matches any size.
     """
     section = of_draft.eagle3
     assert section is not None, "the recipe asks for an EAGLE-3 draft"
@@ -176,7 +176,9 @@ class Eagle3Training(nn.Module):
         self.draft, self._mix, self._steps = draft.train(), mix, steps
 
     def forward(self, inputs: Eagle3Inputs, scale: Float[Tensor, " terms"] | None = None) -> TermSums:
-        """Return losses and hits, (terms,) each, and the total; hits are defined as in `DSparkTraining`."""
+        """Return the losses and the hits, each of shape (terms,), and the total. Hits are defined as in
+        `DSparkTraining`.
+        """
         states = run_chains(
             self.draft, inputs.states, inputs.embedded, inputs.batch, inputs.blocks.anchors, self._steps
         )
@@ -261,6 +263,7 @@ class Eagle3Objective:
         draft, path = self.decoding_copy(), folder / CONFIG_NAME
         draft.save_pretrained(folder)
         if draft.config.target_layer_ids != usual_layers(self._target.num_layers):
-            # Without this, the config would omit layers that are the default layers of a target with another depth.
+            # Without this, the config would omit the layers if they are the default layers of a target with another
+            # depth.
             content = json.loads(path.read_text()) | draft.config.named_layers()
             path.write_text(json.dumps(content, indent=2) + "\n")

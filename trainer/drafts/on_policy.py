@@ -1,4 +1,4 @@
-"""Batches with texts generated during training: by the target, or by target and draft together."""
+"""Batches with texts that the target, or the target and the draft together, generate during training."""
 
 import json
 import random
@@ -25,7 +25,9 @@ from trainer.recipe.common import TrainingSection
 from trainer.recipe.draft import DraftRecipe, LoopTrains, PolicySection
 
 TEXT_PROMPT = 64
-"""Number of tokens at the start of a plain text that serve as its prompt, but never more than half of the text."""
+"""Number of tokens at the start of a plain text that serve as its prompt. The prompt is never more than half of the
+text.
+"""
 GENERATED = "generated"
 """The folder of generated texts in a run's output."""
 AnswerSource = Literal["offline", "target", "loop"]
@@ -73,8 +75,8 @@ class GeneratedText(NamedTuple):
 class TextWriter:
     """Generator of texts with a draft's current weights.
 
-    On a GPU, texts of the target are also written with speculative decoding. Each text has a separate seed, so up to
-    rounding a text does not depend on the other texts of its batch.
+    On a GPU, texts of the target are also written with speculative decoding. Each text has a separate seed, so, apart
+    from rounding, a text does not depend on the other texts of its batch.
     """
 
     def __init__(

@@ -125,8 +125,8 @@ def draft_from_target(
 ) -> PreTrainedModel:
     """Make a model of some of the target's layers, in the target's dtype on the CPU.
 
-    ``layers`` is either a list of layers in order, in which negative numbers count from the end, or a number of layers,
-    which are evenly spaced from the first to the last (1 means the first).
+    ``layers`` is either a list or a number. A list names layers in order, and negative numbers count from the end. A
+    number says how many layers to take, evenly spaced from the first to the last; 1 means the first layer.
     """
     if getattr(target, "hf_quantizer", None) is not None:
         raise UserError(
@@ -137,7 +137,7 @@ def draft_from_target(
     kept = _chosen_layers(layers, config.num_hidden_layers)
     _set_layers(config, kept)
     draft = _new_model(config, target.dtype, trust_remote_code)
-    # The text part of a multimodal model is an architecture by itself.
+    # The text part of a multimodal model is an architecture in its own right.
     source, state = {name.replace("language_model.", ""): part for name, part in target.state_dict().items()}, {}
     for name in draft.state_dict():
         parts = name.split(".")
@@ -204,7 +204,7 @@ def _keep_ends(draft: PreTrainedModel, target: PreTrainedModel) -> None:
 def draft_from_config(
     target: PreTrainedModel, changes: Mapping[str, Any], trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Make a model of the target's architecture with random weights (torch's global seed), in fp32 on the CPU.
+    """Make a model of the target's architecture with random weights from torch's global seed, in fp32 on the CPU.
 
     ``changes`` are the config keys that differ from the target's config. If the number of layers changes, lists with an
     entry per layer take evenly spaced entries of the target's lists.
@@ -233,7 +233,9 @@ def draft_from_config(
 
 
 def _heads_that_follow(base: PreTrainedConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attention sizes that follow from other sizes in the target: head_dim, and one key head per head."""
+    """Return the attention sizes that follow from other sizes in the target: head_dim, and one key head per attention
+    head.
+    """
     hidden_size = changes.get("hidden_size", base.hidden_size)
     heads = changes.get("num_attention_heads", base.num_attention_heads)
     follow = {}

@@ -53,7 +53,9 @@ def read_provenance(source: Path) -> Provenance | None:
 
 
 def is_adapted(stored: Provenance | None) -> bool:
-    """Return True if the target was also trained; in this case the adapted target must be next to the artefact."""
+    """Return True if the target was trained together with the heads; in this case the adapted target must be next to
+    the artefact.
+    """
     return stored is not None and stored["recipe"].get("adapters") is not None
 
 
@@ -79,7 +81,7 @@ def target_of(source: Path) -> str | None:
 
 
 def _verifier_in(source: Path) -> str | None:
-    """Return the target that is named in the nested ``config.json`` of the library speculators."""
+    """Return the target that is named in the nested ``config.json`` of the library ``speculators``."""
     path = source / CONFIG_NAME
     value: Any = read_object(path, "copy it again") if path.is_file() else {}
     for key in ("speculators_config", "verifier", "name_or_path"):

@@ -73,8 +73,8 @@ def export(
     """Write the artefact in ``source`` to ``destination`` in one of `FORMATS`, with a model card.
 
     ``source``: a run's folder (for a stopped run, its newest checkpoint is exported), its ``final`` folder, one of its
-    checkpoints, or the folder or Hub id of another trainer's draft. ``quickstart`` is the embedded target, for servers
-    that run a draft for this target. ``report``: a ``report.json``; the card shows its figures. ``plan``: a
+    checkpoints, or the folder or Hub id of another trainer's draft. ``quickstart`` exports the embedded target, for
+    servers that run a draft for this target. ``report``: a ``report.json``; the card shows its figures. ``plan``: a
     ``plan.json``. The formats heads, dspark and speculators store the plan's tree; the servers' commands use the plan's
     depths by batch size. ``target``: the model for which the artefact drafts, if it differs from the recorded target.
     ``type``: one of the format's number types. ``license``: the Hub's identifier of the weights' licence. ``prompts``:

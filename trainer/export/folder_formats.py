@@ -69,7 +69,7 @@ def write_heads(task: ExportTask) -> tuple[Artefact, tuple[str, ...]]:
 
 
 def heads_readers(task: ExportTask, target: CausalLM) -> Readers:
-    """Return readers of the trained heads and of the exported heads; both write the exported tree."""
+    """Return readers of the trained heads and of the exported heads; both draft with the exported tree."""
     trained = lambda: MedusaDrafter(load_heads(task.source, target), task.tree or None)  # noqa: E731
     return [(trained, lambda: MedusaDrafter(load_heads(task.folder, target)))]
 
@@ -190,7 +190,9 @@ def stored_draft(folder: Path) -> StateDraft:
 
 
 def served_config(config: DSparkConfig) -> DSparkConfig:
-    """Return a draft's config; drop a confidence head that ignores the Markov bias: llama.cpp cannot load it."""
+    """Return a draft's config; drop a confidence head that ignores the Markov bias, because llama.cpp cannot load such
+    a head.
+    """
     wanted = config.enable_confidence_head and config.confidence_head_with_markov and config.markov_rank > 0
     return replace(config, enable_confidence_head=wanted)
 
@@ -287,7 +289,9 @@ def nested(flat: Mapping[str, Any], method: str, tokens: int, target: str | None
 
 
 def _nest_weights(folder: Path, draft: StateDraft) -> None:
-    """Rename the tensors of a flat folder as in the library speculators, and add the inverse of ``d2t``."""
+    """Give the tensors of a flat folder the names that the library ``speculators`` uses, and add the inverse of
+    ``d2t``.
+    """
     weights = {
         name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in read_weights(folder, _AGAIN).items()
     }
@@ -298,7 +302,9 @@ def _nest_weights(folder: Path, draft: StateDraft) -> None:
 
 
 def state_draft_readers(task: ExportTask, target: CausalLM) -> Readers:
-    """Return readers of the trained draft and of the exported draft; both write the exported tree, or a chain."""
+    """Return readers of the trained draft and of the exported draft; both draft with the exported tree, or draft
+    chains.
+    """
     if is_eagle3_folder(task.source):
         tokens = chain_length(task.source)
         chain = lambda: Eagle3Drafter(load_eagle3(task.source, target), tokens)  # noqa: E731

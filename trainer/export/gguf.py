@@ -149,7 +149,7 @@ def _written(
 
 
 def readers(task: ExportTask, target: CausalLM) -> Readers:
-    """Return readers of the trained draft and of the exported file; the drafters write chains in the target's dtype."""
+    """Return readers of the trained draft and of the exported file; both draft chains and run in the target's dtype."""
     path, chain = task.folder / FILE_NAME, chain_length(task.source)
     if kind_held_in(task.source) == DSPARK:
         config = replace(served_config(read_dspark_config(task.source)), tree=())

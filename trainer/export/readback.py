@@ -44,7 +44,8 @@ Readers = list[tuple[Callable[[], Drafter], Callable[[], Drafter]]]
 PROMPTS = 20
 """Number of prompts to decode with the trained weights and with the exported files."""
 _NEW_TOKENS = 64
-"""Number of new tokens per prompt of the user's file; held-out prompts use the number of the run's evaluations."""
+"""Number of new tokens for each prompt in the user's file. For held-out prompts, the run's evaluations set this number.
+"""
 _ROWS_PER_PROMPT = 16
 """Number of rows of held-out data to read for each prompt, because some rows are too long or contain no prompt."""
 _POSITIONS = 32

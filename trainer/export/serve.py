@@ -43,7 +43,7 @@ class ServerCommand:
     server: str
     argv: tuple[str, ...]
     notes: tuple[str, ...] = ()
-    """Sentences on the depth, on what the command leaves out, and on the version with which it was tried."""
+    """Sentences on the depth, on what the command leaves out, and on the version with which the command was tried."""
     warnings: tuple[str, ...] = ()
     """Sentences on the traps of the server that apply to this folder."""
 
@@ -64,7 +64,7 @@ class Serving:
     target: str | None
     """Hub id or folder of the target; None if it is unknown."""
     shown_target: str | None = None
-    """The name of the target in the command, if that differs from ``target``."""
+    """The target's name as the command gives it, if this name differs from ``target``."""
     plan: ServingPlan | None = None
 
     @property
@@ -101,8 +101,8 @@ class Serving:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens to draft at a time: the planned depth for batch size 1, or all tokens of a pass, or the
-        number used in training.
+        """The number of tokens to draft at a time: the planned depth for batch size 1 or, without a planned depth, all
+        tokens of a pass or the number used in training.
         """
         if self.plan is not None and self.plan.deepest:
             return self.plan.schedule[0][2] or self.plan.deepest
@@ -196,7 +196,7 @@ def _vllm_heads(serving: Serving) -> ServerCommand:
 
 
 def _llama_cpp(serving: Serving) -> ServerCommand:
-    """Return `llama-server` with a draft; the target must also be a GGUF file."""
+    """Return the command `llama-server` with a draft; both the draft and the target must be GGUF files."""
     target = serving.target_words[0]
     file = target if is_gguf(target) else f"{Path(target).name}.gguf"
     on_hub = hub_name(file)
@@ -234,7 +234,7 @@ def _sglang(serving: Serving) -> ServerCommand:
     if method == "DSPARK":
         argv += ["--speculative-dspark-block-size", str(serving.tokens)]
     else:
-        argv += ["--speculative-num-draft-tokens", str(serving.tokens + 1)]  # also counts the token before the draft
+        argv += ["--speculative-num-draft-tokens", str(serving.tokens + 1)]  # includes the token before the draft
     notes = [_depth(serving), *_one_depth(serving, "--max-running-requests")]
     notes.append("not tried with a server: the options come from SGLang's documentation and source")
     drawn = [] if method == "DSPARK" else [_argmax("")]
@@ -270,7 +270,9 @@ def _of_loop(plan: ServingPlan) -> str:
 
 
 def _one_depth(serving: Serving, option: str) -> Iterator[str]:
-    """For a server with a single depth, yield notes on the parts of a plan's table that its command leaves out."""
+    """For a server with a single depth, yield notes on the parts of a plan's table that the server's command leaves
+    out.
+    """
     schedule = serving.plan.schedule if serving.plan is not None and serving.plan.deepest else ()
     if len({tokens for _, _, tokens in schedule}) > 1:
         table = json.dumps(schedule, separators=(",", ":"))

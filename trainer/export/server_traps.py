@@ -1,4 +1,4 @@
-"""Traps: exported folders that servers load without an error, but with which servers draft badly.
+"""Traps: exported folders that a server loads without an error, but that make the server draft badly.
 
 The traps of vLLM were found in the code of version 0.32 and by running it.
 """
@@ -72,8 +72,8 @@ def too_few_positions(config: Mapping[str, Any], longest: int) -> list[Trap]:
 
 
 def misread_keys(whose: str, stored: Mapping[str, Any]) -> list[Trap]:
-    """Return the settings that transformers 5 interprets differently from programs that read the keys of transformers
-    4. ``whose`` names the model in the sentence, such as ``the draft's``.
+    """Return a trap for each setting that transformers 5 reads differently from programs that read the keys of
+    transformers 4. ``whose`` names the model in the sentence, such as ``the draft's``.
     """
     text = stored.get("text_config")
     config = {**stored, **text} if isinstance(text, dict) else stored

@@ -103,8 +103,8 @@ def kind_held_in(source: Path) -> str:
 
 
 def check_format(source: Path, format: str, type: str | None = None) -> None:
-    """Reject an unknown type, a folder without weights or with links that lead out of it, and a format that does not
-    fit the weights.
+    """Reject an unknown type, a folder that has no weights or has links that lead out of the folder, and a format that
+    does not fit the weights.
     """
     if not source.is_dir():
         raise UserError(f"the folder {source} does not exist: use the folder of a training run, or its final folder")

@@ -1,7 +1,8 @@
-"""Upload of an exported folder, unchanged, to the Hugging Face Hub in one commit.
+"""The upload of an exported folder, unchanged, to the Hugging Face Hub in one commit.
 
-The token goes only into the request header, never into messages or exceptions. A folder is rejected if one of its files
-contains the token. ``huggingface_hub`` retries failed requests and skips files that the Hub already has.
+The Hub access token goes only into the request header, never into messages or exceptions. A folder is rejected if one
+of its files contains the access token. ``huggingface_hub`` retries failed requests and skips files that the Hub already
+has.
 
 This module does not import transformers, so it starts fast.
 """
@@ -62,9 +63,9 @@ def push(
     nothing is published by accident. ``revision``: a branch, by default ``main``, which is created if it does not
     exist. With ``pull_request`` the commit becomes a pull request. Files that the upload does not replace are kept.
 
-    Raises `UserError` with a message of one sentence if the folder is not an export, if a file is a pickle or contains
-    the token, if the token is missing or the repository id is malformed, or if the Hub rejects the upload or cannot be
-    reached.
+    Raises `UserError` with a message of one sentence in these cases: the folder is not an export, a file is a pickle or
+    contains the access token, this token is missing, the repository id is malformed, or the Hub rejects the upload or
+    cannot be reached.
     """
     folder = Path(folder)
     if pull_request and revision is not None:
@@ -97,7 +98,7 @@ def push(
 
 
 def card_data(path: Path) -> Any:
-    """Return a card's metadata; an empty object if it cannot be read."""
+    """Return a card's metadata; an empty object if the card cannot be read."""
     try:
         return ModelCard(path.read_text(encoding="utf-8", errors="replace"), ignore_metadata_errors=True).data
     except (ValueError, YAMLError, OSError):

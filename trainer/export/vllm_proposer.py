@@ -93,9 +93,9 @@ def looked_up(text: Tensor, ngram: int, count: int) -> list[int]:
 
 
 class HeadsProposer:
-    """Proposer of the heads' chain, or of a lookup's chain if the last ``ngram`` tokens of a text also occurred
-    earlier. vLLM builds the proposer before it loads any weights. Raises ValueError if the folder has no heads, if
-    their sizes differ from the target's sizes, or if more tokens are requested than there are heads.
+    """A proposer that drafts the heads' chain. If the last ``ngram`` tokens of a text occurred before, it drafts a
+    lookup's chain instead. vLLM builds the proposer before it loads any weights. Raises ValueError if the folder has no
+    heads, if the heads' sizes differ from the target's sizes, or if more tokens are requested than there are heads.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -176,7 +176,7 @@ class HeadsProposer:
         return drafts
 
     def chains(self, states: Tensor, newest: Tensor) -> Tensor:
-        """Return each request's chain, (requests, depth), from the states that wrote the newest tokens.
+        """Return each request's chain, of shape (requests, depth), from the states that wrote the newest tokens.
 
         Head k (from 0) drafts the token k + 1 positions after the newest token.
         """

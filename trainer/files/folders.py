@@ -295,8 +295,8 @@ def hold(folder: Path, on_wait: Callable[[str], None] | None = None) -> Iterator
     """Lock ``folder`` against other runs while this context lasts; create the folder if it is missing.
 
     A process may lock a folder repeatedly; if the process is killed, its locks are released. If another run has the
-    lock, UserError names the process and host of that run; with ``on_wait`` this function waits instead, and after a
-    second passes a sentence to ``on_wait``.
+    lock, a UserError names the process and host of that run. With ``on_wait`` this function waits instead, and passes a
+    sentence to ``on_wait`` after a second.
     """
     made = not folder.exists()
     try:

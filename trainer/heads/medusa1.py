@@ -39,12 +39,16 @@ class HeadLabels(NamedTuple):
     """The labels of all heads. Heads that predict the same token of a text share its label."""
 
     states: tuple[Int[Tensor, " labels"], ...]
-    """Indices in the flattened batch of the states from which each head predicts: see `head_positions`."""
+    """For each head, the indices (in the flattened batch) of the states from which the head predicts: see
+    `head_positions`.
+    """
     text: Int[Tensor, " groups"]
     """Indices of the previous tokens, from whose states the target predicts the labels."""
     groups: LabelGroups
     order: Int[Tensor, " rows"]
-    """Order of the rows by label, as indices into the rows of all heads, one head after another."""
+    """The order that sorts the rows by label: indices into the rows of all heads, which follow one another head by
+    head.
+    """
     heads: Int[Tensor, " rows"]
     """The head of each row, in the order of ``order``."""
 
@@ -94,7 +98,7 @@ class MedusaTraining(nn.Module):
         self.hit_name = "acceptance" if section.loss.soft else "top1"
 
     def forward(self, inputs: HeadInputs, scale: Float[Tensor, " heads"] | None = None) -> TermSums:
-        """Return losses and hits, (heads,) each, and the total.
+        """Return the losses and the hits, each of shape (heads,), and the total.
 
         Hits of soft terms are Σ min(p, q), the per-position acceptance; if cross entropy is the only term, hits are
         correct argmaxes.
@@ -190,7 +194,7 @@ def with_sharing(section: HeadsSection, model: PreTrainedModel) -> tuple[HeadsSe
     the decision. Heads from ``heads.init`` stay as they are.
     """
     weight: Tensor = model.get_output_embeddings().weight
-    # Bytes are counted, because quantised weights are packed and some are not parameters.
+    # Bytes are counted, because quantised weights are packed and some of them are not parameters.
     share, count = section.num_heads * weight.nbytes / model.get_memory_footprint(), section.num_heads * weight.numel()
     shared = section.shared_lm_head
     if shared is None:
@@ -350,7 +354,9 @@ def decoding_copy(heads: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:
 
 
 def fit_tree(heads: MedusaHeads, target: CausalLM, texts: Sequence[tuple[Sequence[int], int]], tree_nodes: int) -> None:
-    """Set the heads' tree to the best tree with ``tree_nodes`` drafted nodes, by their accuracies on these texts."""
+    """Set the heads' tree to the best tree with ``tree_nodes`` drafted nodes, according to the heads' accuracies on
+    these texts.
+    """
     accuracies = rank_accuracies(target, decoding_copy(heads, target.dtype), texts)
     heads.config = replace(heads.config, tree=best_tree(accuracies, tree_nodes))
 

@@ -64,7 +64,7 @@ class JointTraining(nn.Module):
         remembers: bool = False,
         scale: Float[Tensor, " terms"] | None = None,
     ) -> TermSums:
-        """Return losses and hits, (heads + 1,) each, and the total.
+        """Return the losses and the hits, each of shape (heads + 1,), and the total.
 
         Without ``joint`` the target is not trained. With ``remembers`` the target's loss is the KL divergence from the
         target without adapters; otherwise it is the cross entropy on the data.
@@ -115,7 +115,7 @@ class JointTraining(nn.Module):
 
 
 class JointLabels(NamedTuple):
-    """The labels of the heads, and the indices in the flattened batch of tokens whose next token is a label of the
+    """The labels of the heads and, in the flattened batch, the indices of tokens whose next token is a label of the
     target.
     """
 

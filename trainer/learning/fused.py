@@ -65,7 +65,7 @@ def fused_loss(
 
     At most ``chunk`` rows of logits exist at a time (more if one group has more rows), with as many rows of the teacher
     and the bias; the gradient of a chunk overwrites its logits. Nothing is computed twice. Products run in autocast's
-    dtype, and the softmax runs in fp32. Raises UserError if a divergence has no fitting teacher. The method follows
+    dtype, and the softmax runs in fp32. Raises UserError if a divergence has no suitable teacher. The method follows
     Liger Kernel (2410.10989, section 3.2).
     """
     if teacher is None and mix.soft:
@@ -119,7 +119,8 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        # Scaled in place, so backward works only once. To copy a weight's gradient would cost as much as a product.
+        # The gradients are scaled in place, because a copy of a weight's gradient would cost as much as a product. So
+        # backward works only once.
         scaled = [None if saved is None else scale(saved, loss_gradient) for saved in ctx.saved_tensors]
         return *scaled, *(None,) * 5
 
@@ -134,8 +135,8 @@ def _turn_into_gradient(
     layer: "_Outputs",
 ) -> list[Tensor]:
     """Overwrite the products of some groups with the gradient of the loss; return the figures of each row for
-    `FusedLoss`. ``added`` is the part of the logits that the bias added, and is overwritten with the sums of its rows'
-    gradients. ``taught`` contains the teacher's logits.
+    `FusedLoss`. ``added``, the part of the logits that the bias added, is overwritten with the gradients summed over
+    the rows of each group. ``taught`` contains the teacher's logits.
     """
     figures, done = [], 0
     most = block_rows(max(logits.shape[1], 0 if taught is None else taught.logits.shape[1]), logits)
@@ -237,8 +238,8 @@ class _Outputs:
         return products if self.soft_cap is None else (products / self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def outputs_of(self, tokens: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Return, for each of these token ids of the target, the index of the output that stands for it, or -1 if there
-        is none.
+        """Return, for each of these token ids of the target, the index of the output that stands for it, or -1 if no
+        output stands for it.
         """
         if self._sorted is None:
             return tokens.where(tokens < self._count, -1)
@@ -275,7 +276,7 @@ class _Outputs:
 
 
 def _gradient(q: Tensor, outputs: Tensor | None, pull: Float[Tensor, "rows outcomes"]) -> Tensor:
-    """Return the gradient, (rows, outputs).
+    """Return the gradient, of shape (rows, outputs).
 
     ``outputs``: the outputs of the outcomes, possibly repeated; None means all outputs.
     """

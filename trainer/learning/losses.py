@@ -215,8 +215,8 @@ class TokenDivergences:
 
 
 class KnownLogits(NamedTuple):
-    """The target's logits at some positions: over the whole vocabulary, or over some tokens with the logsumexp over all
-    tokens.
+    """The target's logits at some positions: either for the whole vocabulary, or for some of its tokens together with
+    the logsumexp of all tokens.
     """
 
     logits: Float[Tensor, "rows known"]

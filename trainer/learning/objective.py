@@ -38,11 +38,11 @@ def rank_shares(
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Let a model's layers store only their inputs, and run again in the backward pass, which gives equal gradients."""
+    """Make a model's layers store only their inputs and run again in the backward pass. The gradients are equal."""
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     if not layers:
         raise UserError(f"layers of {type(model).__name__} cannot run again: set gradient_checkpointing=false")
-    for layer in layers:  # as transformers does, which knows only its own models
+    for layer in layers:  # transformers does the same, but only for its own models
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
@@ -85,7 +85,7 @@ class Objective(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """The trained module; called with `inputs` and each term's factor in the total, it returns `TermSums`.
+        """The module to train. Call it with `inputs` and each term's factor in the total; it returns `TermSums`.
 
         The factors are known before the forward pass because a fused loss already computes its gradients there.
         """

@@ -1,4 +1,4 @@
-"""Reading of recipes from YAML, with ``a.b=c`` overrides. Every mistake is reported in one sentence."""
+"""How recipes are read from YAML, with ``a.b=c`` overrides. Every mistake is reported in one sentence."""
 
 import difflib
 import re
@@ -93,7 +93,7 @@ def parse_recipe(content: Any, source: str = "recipe") -> AnyRecipe:
 
 
 def _explain(error: ValidationError) -> str:
-    # If a key is misspelt, the correct key may be missing as well; report the misspelling.
+    # A misspelt key can also make the correct key look missing, so report the misspelling.
     first = next((mistake for mistake in error.errors() if mistake["type"] == "extra_forbidden"), error.errors()[0])
     location = [str(part) for part in first["loc"][1:]]  # the first part is the recipe's kind
     name = ".".join(location)

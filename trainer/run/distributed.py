@@ -52,8 +52,8 @@ class Runner:
         self.module, *self._optimizers = accelerator.prepare(module, *optimizers)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """Return the context for the forward and backward pass of a micro batch; only the last micro batch of a step
-        shares gradients.
+        """Return the context for the forward and backward pass of a micro batch; the processes exchange gradients only
+        in the last micro batch of a step.
         """
         context: AbstractContextManager[Any] = nullcontext() if last else self._accelerator.no_sync(self.module)
         return context
@@ -72,7 +72,8 @@ class Runner:
 
     def step(self) -> list[float]:
         """Step the optimizers and set the gradients to zero; return the gradients' norm if `clip` did not return it."""
-        # Gradients lie in DDP's buckets. If they were dropped, the next step would make a second set and copy it there.
+        # The gradients are in DDP's buckets. If the gradients were dropped, the next step would make a second set and
+        # copy it into the buckets.
         held = isinstance(self.module, DistributedDataParallel)
         for optimizer in self._optimizers:
             optimizer.step()

@@ -169,9 +169,9 @@ class Watch:
         """At the end of training, load into the module the weights that the run keeps; return the progress at which the
         module had these weights.
 
-        Every process must call this, with whole parameters. The best weights are kept only if the interval of the ratio
-        between their figure and the last weights' figure, paired by prompt, excludes 1, because the best of several
-        figures is a little higher even if all weights are equally good.
+        Every process must call this, with whole parameters. The figure of the best weights is divided by the figure of
+        the last weights, paired by prompt. The best weights are kept only if the interval of this ratio excludes 1,
+        because the best of several figures is a little higher even if all weights are equally good.
         """
         if self._section.keep == "last":
             return progress

@@ -1,4 +1,4 @@
-"""Log of a training run: metrics.jsonl, trackers and a progress bar.
+"""The log of a training run: metrics.jsonl, trackers and a progress bar.
 
 metrics.jsonl contains each step once. When a run resumes, the lines of repeated steps are moved to
 metrics.superseded.jsonl.
@@ -107,7 +107,7 @@ class Log:
             write_text(self._file, "".join(f"{line}\n" for line in lines if line not in superseded))
 
     def step(self, progress: Progress, figures: dict[str, float], times: StepTimes | None) -> None:
-        """Log a step's figures; if its time is known, also its speed and the target's share of the time.
+        """Log a step's figures. If the step's time is known, also log its speed and the target's share of the time.
 
         The speed counts each trained token of the texts once, even if heads or a draft predict the token several times.
         """
@@ -227,7 +227,8 @@ def _is_logged_in() -> bool:
 
     The check asks neither the user nor the network.
     """
-    # In a separate process, because a login changes the settings of later runs, and undoing it waits for earlier runs.
+    # This runs in a separate process, because a login changes the settings of later runs, and undoing the login waits
+    # for earlier runs.
     ask = "import sys, wandb; sys.exit(0 if wandb.login(prompt=False, verify=False) else 3)"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=300, check=False)
     if done.returncode not in (0, 3):

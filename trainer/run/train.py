@@ -93,7 +93,7 @@ def finish(
 
 
 def consolidate(checkpoint: Path, destination: Path, trust_remote_code: bool = False) -> str:
-    """Write the artefact of a checkpoint with its provenance; return a sentence naming its step.
+    """Write the artefact of a checkpoint with its provenance; return a sentence that names the checkpoint's step.
 
     Reads the recipe's target and data again. Code of models runs only with ``trust_remote_code``, whatever the stored
     recipe says. Raises UserError if the target or the data have changed since training, or if the checkpoint is damaged

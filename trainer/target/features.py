@@ -1,9 +1,9 @@
 """Features: the target's hidden states on disk, which replace runs of the target. See `trainer.target.store`.
 
 A row belongs to one token. For heads, the row contains the input of the lm_head, and the weight of the lm_head is also
-stored. For a DSpark draft, the row contains the states after the layers that the draft reads, and after the last layer
-but one. From these last states, the target's last layer computes the lm_head's input at every step. Any number of heads
-or drafts can use the same features.
+stored. For a DSpark draft, the row contains the states after the layers that the draft reads, and the states after the
+last layer but one. From these last states, the target's last layer computes the lm_head's input at every step. Any
+number of heads or drafts can use the same features.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ from trainer.target.store import BATCH_TOKENS, MANIFEST, WEIGHTS, Column, Origin
 LARGEST_KL = 0.01
 """Largest accepted change of the target's distribution by stored states: the mean KL divergence, in nats."""
 _MEASURED = 32
-"""Largest number of examples in which this change is measured, and of tokens in each example."""
+"""This change is measured in at most this many examples, and on at most this many tokens of each example."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,9 @@ class FeatureStore(Store[FeatureOrigin]):
         return {name: self._padded(name, batch) for name in self.origin.columns()}
 
     def hidden(self, batch: Batch, columns: Columns | None = None) -> Float[Tensor, "batch positions *layers hidden"]:
-        """Return the states in the target's dtype; ``columns`` is the result of `read`, perhaps sent to a GPU since."""
+        """Return the states in the target's dtype; ``columns`` is the result of `read`, which may since have been moved
+        to a GPU.
+        """
         return as_read(self.read(batch) if columns is None else columns, self.origin.torch_dtype)
 
     def _padded(self, name: str, batch: Batch) -> Tensor:

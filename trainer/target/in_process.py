@@ -1,4 +1,4 @@
-"""Answers by the target in this process, in groups of conversations that are the same in every run."""
+"""Answers that the target writes in this process, in groups of conversations that are the same in every run."""
 
 import logging
 import math
@@ -35,9 +35,10 @@ _UNDRAFTED = (
 class TargetBackend:
     """The target in this process, which decodes speculatively if there is a drafter.
 
-    Every run of a command decodes the same groups of conversations, so a killed and restarted run writes the same
-    answers, bit for bit: in bf16 the other texts of a batch can decide near-ties. A group whose first conversation has
-    index i uses the seeds seed + i, seed + i + 1, …, and other seeds in later turns.
+    Every run of a command decodes the same groups of conversations, so a run that is killed and restarted writes the
+    same answers, bit for bit. The groups matter because in bf16 the other texts of a batch can decide near-ties. In its
+    first turn, a group whose first conversation has index i uses the seeds seed + i, seed + i + 1, …; in later turns it
+    uses other seeds.
     """
 
     def __init__(

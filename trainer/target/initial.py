@@ -103,8 +103,8 @@ class Fit(NamedTuple):
     """T[b]."""
 
     def start(self, rank: int) -> Start:
-        """Approximate T in this rank. One direction is the mean of T's rows, and the others are their principal
-        components.
+        """Approximate T by a matrix of this rank. One direction is the mean of T's rows, and the others are their
+        principal components.
         """
         share = (self.counts / self.counts.sum().clamp(min=1))[:, None]
         mean = (share * self.means).sum(0)

@@ -88,7 +88,7 @@ def load_target(recipe: MedusaRecipe | DraftRecipe, device: torch.device, tokeni
 
 
 def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) -> CausalLM:
-    """Load the model only, on any number of processes; raise UserError if it does not fit the recipe's data."""
+    """Load only the model, on any number of processes; raise UserError if it does not fit the recipe's data."""
     dtype = parse_dtype(recipe.dtype)
     chosen = None if device.type == "cuda" else device  # None: the process's GPU, or all GPUs if there is one process
     model = CausalLM(load_model(recipe.target, dtype, chosen, recipe.trust_remote_code))

@@ -1,4 +1,4 @@
-"""Store on disk of what a target computes for a data set; it is written once and read at every step.
+"""A store on disk of what a target computes for a data set. The store is written once and read at every step.
 
 A folder contains shards of rows (see `trainer.files.folders`), ``weights.safetensors`` for tensors shared by all
 examples, and ``manifest.json`` with the origin and the rows of each example. An `Origin` defines the row and its
@@ -44,7 +44,7 @@ _SPARE_BYTES = 1 << 28  # left free on the disk, in addition to a twentieth of t
 
 
 class Column(NamedTuple):
-    """A tensor of a shard, (rows, *shape)."""
+    """A tensor of a shard, of shape (rows, *shape)."""
 
     dtype: torch.dtype
     shape: tuple[int, ...] = ()

@@ -38,7 +38,7 @@ def exit_code_line() -> str:
 
 
 class Stopped(Exception):  # not an error, because the work can be resumed
-    """Work ended by a signal, with its state saved; ``code`` is the signal's exit code."""
+    """Says that a signal ended the work and that its state is saved; ``code`` is the signal's exit code."""
 
     def __init__(self, message: str, code: ExitCode = ExitCode.TERMINATED) -> None:
         super().__init__(message)
