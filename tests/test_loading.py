@@ -356,7 +356,7 @@ def test_local_files_only_asks_nothing_of_the_hub(hub: FakeHub, folders: Path) -
         ),
         ("gated", MODEL, TOKEN, "the repository is gated: accept its terms at ADDRESS/zoe/model"),
         (None, f"{MODEL}@v9", TOKEN, "zoe/model lacks the revision 'v9'"),
-        (None, MODEL, "hf_AnotherTokenThatIsNoneAtAll", "does not accept the token (401): run `hf auth login`"),
+        (None, MODEL, "hf_AnotherTokenThatIsNoneAtAll", "does not accept your access token (401): run `hf auth login`"),
         ((429, "slow down"), MODEL, TOKEN, "received too many requests (429): wait a few minutes"),
     ],
 )

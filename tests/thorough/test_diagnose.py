@@ -160,7 +160,7 @@ SERVERS: dict[str, tuple[Plant, str, str, str]] = {
     "a worse draft": (
         bad_draft,
         ACCEPTANCE,
-        r"a significant difference from position 1 on",
+        r"a significant difference, first at position 1",
         "number of drafted tokens",
     ),
     "argmax drafts": (by_argmax, SAMPLING, "the server drafts by argmax", '"draft_sample_method": "probabilistic"'),
