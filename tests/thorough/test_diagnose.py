@@ -247,7 +247,7 @@ def test_a_draft_of_another_vocabulary_size_is_named(desk: Desk, tmp_path: Path)
     write_draft(CausalLM(wide), desk.tokenizer, tmp_path / "served")
     fine, printed = diagnosed(desk, exported=tmp_path / "served")
     assert not fine and printed.startswith(f"first difference: {VOCABULARY}\n")
-    assert "has 192 tokens and the target has 128" in printed and "use_heterogeneous_vocab" in printed
+    assert "has 192 tokens, and the target's vocabulary has 128" in printed and "use_heterogeneous_vocab" in printed
 
 
 def test_other_weights_are_named_by_their_top_1(desk: Desk, tmp_path: Path) -> None:
