@@ -245,7 +245,7 @@ def _checked(message: Any, where: str) -> Message:
         raise UserError(f"{where}: a message has {' and '.join(map(repr, flags))} as its weight: use 0 or 1")
     rest |= {} if all(flags) else UNTRAINED
     if content == [] and _ROLES.get(name or "") == "user":  # the only part was perhaps an image, and was left out
-        raise UserError(f"{where}: a message of the user has no parts: omit the row")
+        raise UserError(f"{where}: a user's message has no parts: omit the row")
     content = "" if content in (None, []) and UNSPOKEN & rest.keys() else _joined(content, where)
     if name is None or not isinstance(content, str):
         raise UserError(f"{where}: a message is {message!r:.60}, but its role and content must both be text")

@@ -162,7 +162,7 @@ def test_a_prompt_that_the_template_rewrites_once_answered_is_refused() -> None:
     template = (
         "{% for m in messages %}{{ 'asked' if loop.last and m.role == 'user' else m.role }}:{{ m.content }}{% endfor %}"
     )
-    with pytest.raises(ValueError, match=r"row: the chat template rewrites the text before .* data\.chat_template"):
+    with pytest.raises(ValueError, match=r"row: the chat template renders the text before .* data\.chat_template"):
         encode(template, turns("a", "b"))
 
 

@@ -231,7 +231,7 @@ def test_a_config_that_makes_no_model_is_refused_in_one_sentence(changes: dict[s
 def test_a_draft_with_another_tokenizer_is_refused_with_the_reason(tmp_path: Path) -> None:
     words = ("<unk>", "<eos>", "<user>", "<assistant>", *"bacdefghijkl")
     folder = draft_folder(tmp_path / "draft", words, vocab=len(words))
-    with pytest.raises(ValueError, match="the draft's tokenizer is not the target's: token"):
+    with pytest.raises(ValueError, match="the draft's tokenizer differs from the target's tokenizer: token"):
         initial(tiny_model("llama"), init={"from_model": folder})
 
 

@@ -427,7 +427,7 @@ BROKEN["DFlash with a bias"] = with_config(architectures=["DFlashDraftModel"]), 
 BROKEN["fewer tokens"] = with_config(draft_vocab_size=8), "d2t is not a list of 8 whole numbers"
 BROKEN["as many tokens"] = (
     with_config(draft_vocab_size=17),
-    "draft_vocab_size is 17: use less than the target's 16 tokens",
+    "draft_vocab_size is 17: use fewer than the target's 16 tokens",
 )
 
 

@@ -77,7 +77,7 @@ def test_the_tensors_and_the_config_are_those_that_every_server_reads(target: Ca
 def test_the_default_layers_are_those_that_servers_tap() -> None:
     """For 32 layers, taps 2, 16 and 29 are the states after layers 1, 15 and 28."""
     assert default_layers(32) == (1, 15, 28) and default_layers(8) == (1, 3, 4) and default_layers(7) == (1, 2, 3)
-    with pytest.raises(ValueError, match="a target of 6 layers has too few for them"):
+    with pytest.raises(ValueError, match="a target of 6 layers does not have so many"):
         default_layers(6)
 
 
@@ -288,7 +288,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "an embedding of its own": (with_config(embed_requires_grad=True), "embed_requires_grad is True"),
     "biases": (with_config(attention_bias=True), "attention_bias is True"),
-    "another width": (with_config(target_hidden_size=32), "size 16, but the target's have size 32"),
+    "another width": (with_config(target_hidden_size=32), "size 16, not the target's size 32"),
     "no taps": (
         with_config(eagle_config={"use_aux_hidden_state": False}),
         "reads no states between the target's layers",
@@ -359,7 +359,7 @@ def test_a_broken_folder_is_refused_in_one_sentence(target: CausalLM, tmp_path: 
 
 def test_default_taps_of_a_shallow_target_are_refused(target: CausalLM, tmp_path: Path) -> None:
     tiny_eagle3(target, target_layer_ids=(1, 3, 4)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="a target of 6 layers has too few for them: name the layers in"):
+    with pytest.raises(ValueError, match="a target of 6 layers does not have so many: name the draft's layers in"):
         load_eagle3(tmp_path, CausalLM(tiny_model(num_hidden_layers=6)))
 
 

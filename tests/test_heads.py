@@ -95,7 +95,7 @@ def test_a_wrong_list_of_the_tokens_that_heads_write_is_refused(
 
 @pytest.mark.parametrize("changes", [{"draft_vocab_size": 16}, {"draft_vocab_size": 4, "shared_lm_head": False}])
 def test_heads_of_few_tokens_have_fewer_than_the_target_and_share_their_lm_head(changes: dict[str, Any]) -> None:
-    problem = "use less than the target's 16 tokens, and heads with shared_lm_head"
+    problem = "use fewer than the target's 16 tokens, and heads with shared_lm_head"
     with pytest.raises(UserError, match=problem):
         replace(FEW, **changes)
 

@@ -108,7 +108,7 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
 
 
 def test_another_tokenizer_is_refused_with_a_token_that_differs() -> None:
-    with pytest.raises(ValueError, match="88 of the target's 128 tokens are missing"):
+    with pytest.raises(ValueError, match="it lacks 88 of the target's 128 tokens"):
         check_same_tokenizer(byte_tokenizer(), byte_tokenizer(size=40))
     with pytest.raises(ValueError, match=r"token '.+' is 0 in the draft and 127 in the target"):
         check_same_tokenizer(byte_tokenizer(), byte_tokenizer(shift=1))
@@ -356,7 +356,7 @@ def test_local_files_only_asks_nothing_of_the_hub(hub: FakeHub, folders: Path) -
         ),
         ("gated", MODEL, TOKEN, "the repository is gated: accept its terms at ADDRESS/zoe/model"),
         (None, f"{MODEL}@v9", TOKEN, "zoe/model lacks the revision 'v9'"),
-        (None, MODEL, "hf_AnotherTokenThatIsNoneAtAll", "does not accept the token (401): run `hf auth login`"),
+        (None, MODEL, "hf_AnotherTokenThatIsNoneAtAll", "does not accept your access token (401): run `hf auth login`"),
         ((429, "slow down"), MODEL, TOKEN, "received too many requests (429): wait a few minutes"),
     ],
 )

@@ -75,11 +75,13 @@ def test_the_answer_names_the_fastest_method_and_where_it_no_longer_pays() -> No
     assert answers(REPORT) == [
         "Fastest: draft model, 4 tokens, 2.50× [2.25, 2.75] plain decoding, greedy, batch 1.",
         "Fastest: draft model, 4 tokens, 2.00× [1.80, 2.20] plain decoding, T=1, batch 1; "
-        "below 1× from 8,192 tokens of context on.",
+        "below 1× at 8,192 tokens of context and above.",
         "Fastest: draft model, 4 tokens (lossy), 2.00× [1.80, 2.20] plain decoding, T=1, typical, batch 1.",
     ]
     without = replace(REPORT, rows=tuple(row for row in REPORT.rows if row.method != DRAFT))
-    assert answers(without)[0].endswith("below 1× from batch 16 on; below 1× from 8,192 tokens of context on.")
+    assert answers(without)[0].endswith(
+        "below 1× at batch 16 and above; below 1× at 8,192 tokens of context and above."
+    )
 
 
 def test_an_answer_promises_no_gain_that_was_not_measured() -> None:

@@ -283,8 +283,8 @@ def _check_type(accelerator: Accelerator, deepspeed: bool, fsdp: bool) -> None:
         fsdp1 = got == DistributedType.FSDP
         raise UserError(
             f"the launcher asks for FSDP, but accelerate starts {'FSDP version 1' if fsdp1 else 'no FSDP'} on "
-            f"{accelerator.device}. Launch with recipes/accelerate/fsdp.yaml (version 2, one GPU per process), or "
-            "without GPUs with recipes/accelerate/ddp.yaml"
+            f"{accelerator.device}. On GPUs, use recipes/accelerate/fsdp.yaml (version 2, one GPU per process). "
+            "Without GPUs, use recipes/accelerate/ddp.yaml"
         )
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != accelerator.num_processes:

@@ -106,7 +106,7 @@ def _convert(file: Path, folder: Path, source: Mapping[str, str]) -> None:
     except _ERRORS as error:
         raise UserError(f"{file} is damaged or was not fetched completely ({_line(error)}): fetch it again") from error
     if keys.get("split.count", 1) > 1:
-        raise UserError(f"{file} is one of {keys['split.count']} parts: join them with llama-gguf-split --merge")
+        raise UserError(f"{file} is one of {keys['split.count']} parts: join the parts with llama-gguf-split --merge")
     _LOGGER.warning("converting %s once, into %s", file, folder.parent)
     (folder / _LINK).symlink_to(file.resolve())
     named: dict[str, Any] = {"pretrained_model_name_or_path": str(folder), "gguf_file": _LINK}

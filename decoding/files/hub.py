@@ -195,8 +195,8 @@ def explained(error: Exception, named: HubName, page: str) -> str:
     if isinstance(cause, HfHubHTTPError):
         status = cause.response.status_code
         answers = {
-            401: f"{address} does not accept the token (401): {LOG_IN} to a valid token",
-            403: f"the token may not read {repo_id} (403): use a token that may read it",
+            401: f"{address} does not accept your access token (401): {LOG_IN} to a valid token",
+            403: f"your access token may not read {repo_id} (403): use a token that may read it",
             429: f"{address} received too many requests (429): wait a few minutes, or {LOG_IN} for a higher limit",
         }
         return answers.get(

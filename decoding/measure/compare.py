@@ -160,7 +160,7 @@ def compare(
                     f"({setting}, {load} {cell.batch_size}{context})"
                 )
     if dropped := sum(row.dropped for row in rows):
-        warnings.append(f"{dropped} later turns are left out: plain decoding answered their earlier turns differently")
+        warnings.append(f"{dropped} later turns are left out: the answers of plain decoding before them differ")
     return Comparison(str(a.folder), str(b.folder), load, tuple(warnings), tuple(rows))
 
 

@@ -163,7 +163,7 @@ def _answer(report: Report, setting: str) -> str:
     said = f"{estimate(figure, '×')} plain decoding, {setting}, {load_of(report)} {best.batch_size or 1}"
     falls, falls_with_context = (below_from(curve(report, best, axis)) for axis in OTHER)
     slower = "slower" if report.served else "below 1×"
-    crossover = f"; {slower} from {load_of(report)} {falls:,} on" if falls else ""
+    crossover = f"; {slower} at {load_of(report)} {falls:,} and above" if falls else ""
     if (speed_of(best) or 0.0) <= 1:
         if report.served:
             faster = [cell for cell in report.cells if cell.setting == setting and _gains(cell)]
@@ -174,7 +174,7 @@ def _answer(report: Report, setting: str) -> str:
     if figure.low is not None and figure.low <= 1:
         said += "; its interval contains 1×, so these prompts do not show a gain"
     said += crossover
-    said += f"; below 1× from {falls_with_context:,} tokens of context on" if falls_with_context else ""
+    said += f"; below 1× at {falls_with_context:,} tokens of context and above" if falls_with_context else ""
     return one_line(f"Fastest: {best.method}{' (lossy)' * (best.label == 'lossy')}, {said}.")
 
 
@@ -195,7 +195,7 @@ def caption(report: Report) -> str:
     where = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads"
     others = [processor for processor in report.processors if processor != machine["processor"]]
     if others:  # a killed evaluation was resumed elsewhere
-        where += f", earlier on {_and(others)}"
+        where += f", and in earlier runs on {_and(others)}"
     if report.processes > 1:
         where += f", {report.processes} processes in parallel"
     commits = report.commits or (report.commit or "",)
@@ -233,7 +233,7 @@ def greedy_sentence(report: Report) -> str:
     margins = [same.largest_margin for same in compared if same.largest_margin is not None]
     dtype, largest = str(report.dtype), max(margins, default=None)
     if differing > early and largest is not None:
-        sentence += f"; at the first difference the two tokens' logits are at most {largest:.3g} apart"
+        sentence += f"; at the first difference the logits of the two tokens are at most {largest:.3g} apart"
     if dtype == "float32" and not report.hardware.get("gpu"):
         return f"{sentence}. In fp32 on a CPU all texts must be equal: please report this fault."
     if differing > early:

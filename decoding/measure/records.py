@@ -183,7 +183,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             lines.append(value)
         except ValueError as error:
             raise UserError(
-                f"{path}, line {number} is damaged ({error}): delete the line to decode its wave again"
+                f"{path}, line {number} is damaged ({error}): delete the line, and its prompts will be decoded again"
             ) from error
     return lines
 

@@ -187,7 +187,7 @@ def _notes(rows: Sequence[ReportRow]) -> tuple[str, ...]:
     if all(row.method != PLAIN for row in rows):
         notes.append("Only one endpoint was measured, so the speed-up is unknown: add --baseline-endpoint.")
     if any(row.passes for row in rows if row.method == PLAIN):
-        notes.append("The baseline server counted drafts: it also speculates, or it served other clients.")
+        notes.append("The baseline server counted drafts: it speculates itself, or it served other clients.")
     for row in rows:
         if row.method != SERVED or (figures := row.latency) is None:
             continue

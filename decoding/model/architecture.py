@@ -71,7 +71,7 @@ def why_not_static(model: PreTrainedModel) -> str | None:
     if changing := sorted(kind for kind in kinds if "dynamic" in kind or kind == "longrope"):
         return (
             f"the model's rotary embeddings are {' and '.join(changing)}: their frequencies depend on a step's longest "
-            "position, so its steps cannot have fixed shapes; leave static out"
+            "position, so the model's steps cannot have fixed shapes; leave static out"
         )
     if is_spread(model):
         return (
@@ -193,7 +193,7 @@ def why_no_trees(model: PreTrainedModel) -> str | None:
     types = {*(getattr(text_config, "layer_types", None) or ()), *getattr(text_config, "attention_layers", ())}
     layers = getattr(text_config, "per_layer_config", None) or ()
     if len({getattr(layer, "head_dim", None) for layer in layers}) > 1 or kind == "mimo_v2_flash":
-        return f"{kind} has keys of several widths that do not fit one buffer"
+        return f"{kind} has keys of several widths, which do not fit into one buffer"
     if other := sorted(types - {"full_attention", "sliding_attention", "global"}):
         return f"{kind} has {' and '.join(other)} layers that do not take a tree's mask"
     accepted = inspect.signature(type(model).forward).parameters

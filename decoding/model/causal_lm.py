@@ -130,7 +130,7 @@ class CausalLM:
         if self.no_trees is not None and not has_chains:
             raise UserError(
                 f"{self.no_trees}, but {drafter} drafts trees: for {kind} use heads, a draft, dspark as a chain, "
-                "or a lookup of one branch"
+                "or lookup with one branch"
             )
 
     @torch.inference_mode()

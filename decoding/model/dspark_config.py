@@ -127,7 +127,7 @@ class DSparkConfig:
             check_whole("draft_vocab_size", self.draft_vocab_size)
             if self.draft_vocab_size >= self.vocab_size:
                 raise UserError(
-                    f"draft_vocab_size is {self.draft_vocab_size}: use less than the target's {self.vocab_size} tokens"
+                    f"draft_vocab_size is {self.draft_vocab_size}: use fewer than the target's {self.vocab_size} tokens"
                 )
         self._check_attention()
         paths = checked_paths(self.tree, self.outputs)

@@ -89,7 +89,7 @@ class Eagle3Config:
         if heads % of_keys or self.head_dim % 2 or self.head_dim > _WIDEST:
             raise UserError(
                 f"the draft has {heads} attention heads of size {self.head_dim} and {of_keys} key heads: "
-                "use sizes that fit"
+                "use an even size, and a number of attention heads that is a multiple of the number of key heads"
             )
         if self.draft_vocab_size > self.vocab_size:
             raise UserError(
@@ -180,8 +180,8 @@ def default_layers(count: int) -> tuple[int, ...]:
     layers = usual_layers(count)
     if list(layers) != sorted(set(layers)):
         raise UserError(
-            f"this draft reads the default layers, but a target of {count} layers has too few for them: name the "
-            "layers in eagle_aux_hidden_state_layer_ids, or use a target of at least 7 layers"
+            f"this draft reads the default layers, but a target of {count} layers does not have so many: name the "
+            "draft's layers in eagle_aux_hidden_state_layer_ids, or use a target of at least 7 layers"
         )
     return layers
 
@@ -236,7 +236,7 @@ def _config_of(stored: Mapping[str, Any]) -> Eagle3Config:
         f"use_sliding_window is {uses}, but layer_types is {types}": (uses and not types) or (uses is False and slides),
         f"layer_types is {types}": types not in ([], ["full_attention"], [SLIDING]),
         f"the rotary embeddings are {rope['rope_type']}": rope["rope_type"] not in _ROTARY,
-        f"the draft's states have size {width}, but the target's have size {of_target}": of_target not in (None, width),
+        f"the draft's states have size {width}, not the target's size {of_target}": of_target not in (None, width),
         "the draft reads no states between the target's layers": own.get("use_aux_hidden_state") is False,
     }
     # In a nested file a missing norm_before_residual means false, as speculators reads it; vLLM assumes true.

@@ -71,7 +71,7 @@ class MedusaConfig:
             check_whole("draft_vocab_size", self.draft_vocab_size)
             if self.draft_vocab_size >= self.vocab_size or not self.shared_lm_head:
                 raise UserError(
-                    f"draft_vocab_size is {self.draft_vocab_size}: use less than the target's {self.vocab_size} "
+                    f"draft_vocab_size is {self.draft_vocab_size}: use fewer than the target's {self.vocab_size} "
                     "tokens, and heads with shared_lm_head"
                 )
         paths = checked_paths(self.tree, self.outputs)
@@ -209,7 +209,7 @@ class MedusaHeads(nn.Module):
     def for_lm_head(weight: Float[Tensor, "vocab hidden"], config: MedusaConfig) -> "MedusaHeads":
         """Make the heads of `for_target` from the weight of the target's lm_head alone."""
         if weight.shape != (config.vocab_size, config.hidden_size):
-            raise UserError(f"the target's lm_head has shape {tuple(weight.shape)}: use heads of the same sizes")
+            raise UserError(f"the target's lm_head has shape {tuple(weight.shape)}: use heads for this shape")
         heads = MedusaHeads(config)
         if config.shared_lm_head:
             return heads

@@ -226,18 +226,18 @@ def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedToken
     if differing:
         token = min(differing, key=lambda text: draft_vocab[text])
         raise UserError(
-            f"the draft's tokenizer is not the target's: token {token!r} is {draft_vocab[token]} in the draft and "
-            f"{target_vocab[token]} in the target",
+            f"the draft's tokenizer differs from the target's tokenizer: token {token!r} is {draft_vocab[token]} in "
+            f"the draft and {target_vocab[token]} in the target",
             _OWN_TOKENIZER,
         )
     if len(unknown) + len(missing) > max(64, len(target_vocab) // 100):
         raise UserError(
-            f"the draft's tokenizer is not the target's: {len(missing)} of the target's {len(target_vocab)} tokens are "
-            f"missing and {len(unknown)} are unknown to the target",
+            f"the draft's tokenizer differs from the target's tokenizer: it lacks {len(missing)} of the target's "
+            f"{len(target_vocab)} tokens, and {len(unknown)} of its tokens are unknown to the target",
             _OWN_TOKENIZER,
         )
     if target(TOKENIZER_PROBE)["input_ids"] != draft(TOKENIZER_PROBE)["input_ids"]:
-        raise UserError("the draft's tokenizer has the target's tokens but splits text differently", _OWN_TOKENIZER)
+        raise UserError("the draft's tokenizer has the target's tokens, but it splits text differently", _OWN_TOKENIZER)
 
 
 def load_heads(name: str | Path, target: CausalLM) -> MedusaHeads:

@@ -180,7 +180,7 @@ def test_layers_that_a_config_names_stay_named_and_sglang_gets_only_those_that_i
 
 def test_a_layout_that_lacks_a_setting_is_refused_by_its_name(tmp_path: Path, target: tuple[Path, CausalLM]) -> None:
     tiny_dspark(target[1], mask_token_id=MASK, is_causal=True).save_pretrained(tmp_path / "source")
-    with pytest.raises(ValueError, match="causal in layers without a window, which speculators' layout cannot"):
+    with pytest.raises(ValueError, match="causal blocks in layers without a window, and the layout speculators cannot"):
         export(tmp_path / "source", tmp_path / "out", "speculators")
     tiny_eagle3(target[1]).save_pretrained(tmp_path / "eagle3")
     for format in ("dspark", "draft", "heads"):

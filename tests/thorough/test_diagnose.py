@@ -160,7 +160,7 @@ SERVERS: dict[str, tuple[Plant, str, str, str]] = {
     "a worse draft": (
         bad_draft,
         ACCEPTANCE,
-        r"a significant difference from position 1 on",
+        r"a significant difference, first at position 1",
         "number of drafted tokens",
     ),
     "argmax drafts": (by_argmax, SAMPLING, "the server drafts by argmax", '"draft_sample_method": "probabilistic"'),
@@ -247,7 +247,7 @@ def test_a_draft_of_another_vocabulary_size_is_named(desk: Desk, tmp_path: Path)
     write_draft(CausalLM(wide), desk.tokenizer, tmp_path / "served")
     fine, printed = diagnosed(desk, exported=tmp_path / "served")
     assert not fine and printed.startswith(f"first difference: {VOCABULARY}\n")
-    assert "has 192 tokens and the target has 128" in printed and "use_heterogeneous_vocab" in printed
+    assert "has 192 tokens, and the target's vocabulary has 128" in printed and "use_heterogeneous_vocab" in printed
 
 
 def test_other_weights_are_named_by_their_top_1(desk: Desk, tmp_path: Path) -> None:

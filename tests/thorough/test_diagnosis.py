@@ -245,7 +245,7 @@ def test_a_difference_within_the_binomial_error_and_the_texts_ends_is_not_real()
 
 def test_a_later_position_alone_is_named() -> None:
     finding = compare_acceptance(replayed((0.7, 0.5)), counted((0.7, 0.1)))
-    assert not finding.passed and "a significant difference from position 2 on" in finding.found
+    assert not finding.passed and "a significant difference, first at position 2" in finding.found
 
 
 def test_drafts_that_the_server_cuts_are_named_before_their_acceptance() -> None:

@@ -364,7 +364,7 @@ def other_tokenizer(folder: Path, target: Path) -> str:
         ),
         (without_provenance, "origin", "note", "no provenance.json", "headstart evaluate"),
         (draft_of_another_target, "origin", "note", "trained on another target", "headstart realign"),
-        (other_tokenizer, "tokens", "problem", "is not the target's", "other-tokenizer:"),
+        (other_tokenizer, "tokens", "problem", "differs from the target's", "other-tokenizer:"),
     ],
 )
 def test_each_misfit_of_a_drafter_is_found_with_its_remedy(

@@ -199,7 +199,7 @@ def test_a_request_that_waits_counts_its_wait_and_the_crossover_is_told_in_words
     assert other["under_way"] == pytest.approx((1.6 + 9 * 3.2) / 16)
     assert mine["speedup_of_totals"]["value"] == pytest.approx(1.6 / 2.4)
     fastest = "Fastest: served, 2.00× [2.00, 2.00] plain decoding, greedy, concurrency 1"
-    assert f"{fastest}; slower from concurrency 2 on." in printed
+    assert f"{fastest}; slower at concurrency 2 and above." in printed
     assert "10 prompts, up to 96 new tokens, concurrency 1, 2; commit" in printed
     for changed, speed in ((row(report), 0.5), (mine, 1.5)):
         changed["speedup_of_totals"] |= {"value": speed, "low": speed, "high": speed}
@@ -311,7 +311,7 @@ def test_endpoints_of_two_models_are_named_and_one_that_changes_its_model_betwee
 def test_a_baseline_that_counts_drafts_is_named(tmp_path: Path) -> None:
     clock = Clock()
     report, _ = measured(tmp_path, Fake(clock, accepted=(1,)), Fake(clock, accepted=(1,)))
-    assert report["notes"] == ["The baseline server counted drafts: it also speculates, or it served other clients."]
+    assert report["notes"] == ["The baseline server counted drafts: it speculates itself, or it served other clients."]
 
 
 @pytest.mark.parametrize(

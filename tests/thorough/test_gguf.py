@@ -432,7 +432,7 @@ def in_parts(metadata: dict[str, Any], tensors: dict[str, Any]) -> None:
         (dropped, {}, r"stores [\d,]+ weights, but transformers reads [\d,]+, and 0 tensors .*original model"),
         (pruned, {}, r"stores [\d,]+ weights, but transformers reads [\d,]+, and 1 tensors .*original model"),
         (of_mars, {}, "transformers cannot read .*architecture mars is not supported yet.*: use the folder"),
-        (in_parts, {}, "is one of 3 parts: join them with llama-gguf-split --merge"),
+        (in_parts, {}, "is one of 3 parts: join the parts with llama-gguf-split --merge"),
         (write, {"rope_parameters": LLAMA3_ROPE}, "would ignore that rotary embeddings are scaled.*: use the folder"),
         (write, {"rope_parameters": YARN}, "would ignore that rotary embeddings are scaled.*: use the folder"),
     ],

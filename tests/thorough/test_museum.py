@@ -461,7 +461,7 @@ MUTANTS: dict[str, tuple[str, Plant, str]] = {
     "heads of another order": (
         "heads",
         written(*[rolled(f"heads.{head}.lm_head.weight") for head in range(3)]),
-        "fewer than the most frequent token fills: the weights are for another target or another order",
+        "fewer than the most frequent token alone: the weights are for another target or another order",
     ),
     "another target": ("eagle3", other_target(quantised=False), "the speculator was trained on another target"),
     "another quantisation of the target": ("dspark", other_target(quantised=True), "was trained on another target"),
@@ -551,7 +551,7 @@ def test_another_target_is_named_by_its_texts(museum: Museum, tmp_path: Path) ->
     (folder / "provenance.json").unlink()
     changes = other_target(quantised=False)(museum, "dspark", tmp_path / "other")
     first, printed = diagnosed(museum, "dspark", speculator=f"dspark:{folder}", **changes)
-    assert "fewer than the most frequent token fills: the weights are for another target" in first, printed
+    assert "fewer than the most frequent token alone: the weights are for another target" in first, printed
 
 
 def test_a_folder_of_another_kind_is_refused_before_anything_is_compared(museum: Museum) -> None:

@@ -142,7 +142,7 @@ def test_without_a_gain_generate_decodes_plainly_and_a_plan_that_fits_badly_is_n
     [
         ({"format": "other"}, "is not a plan of this version"),
         ({"cells": None}, "lacks cells"),
-        ({"dtype": "bfloat16"}, "was made in bfloat16, but costs differ in float32"),
+        ({"dtype": "bfloat16"}, "was measured in bfloat16, and its costs do not apply to float32"),
         ({"fingerprints": {"target": "feed", "drafters": {}}}, "was made with weights feed, but target has"),
     ],
 )
@@ -309,7 +309,7 @@ def test_prompts_that_a_draft_cannot_hold_are_left_out_and_none_at_all_is_refuse
     spec = DrafterSpec("draft", "short", {})
     assert Planner(tiny_llama, load, [spec], PROMPTS, FAST).prompts == [(4, 5, 6), (7, 8), (9, 10, 11)]
     with pytest.raises(
-        ValueError, match="no prompt fits, with 16 new tokens, into the 19 tokens that target and drafters"
+        ValueError, match="every prompt plus 16 new tokens exceeds the 19 tokens that target and drafters"
     ):
         Planner(tiny_llama, load, [spec], PROMPTS[3:], FAST)
 

@@ -280,8 +280,8 @@ def test_each_step_stands_once_in_the_metrics_and_what_was_repeated_beside_them(
 def test_another_learning_rate_is_announced_and_kept_with_its_steps(workshop: Path) -> None:
     killed_after(3, workshop, learning_rate=3e-3)
     said = train(workshop, learning_rate=1e-3, mixed_precision="bf16")
-    assert "changed from here on: training.learning_rate (0.003, now 0.001)\n" in said
-    assert "changed from here on: training.mixed_precision (no, now bf16)\n" in said
+    assert "changed from this step: training.learning_rate (0.003, now 0.001)\n" in said
+    assert "changed from this step: training.mixed_precision (no, now bf16)\n" in said
     assert "micro_batch_size" not in said
     provenance = json.loads((workshop / "run" / "final" / "provenance.json").read_text())
     same = {"micro_batch_size": 8, "num_processes": 1}

@@ -252,7 +252,7 @@ def test_records_of_other_settings_are_refused_by_the_first_difference(tmp_path:
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "runs-0.jsonl").write_text('{"provenance": {}}\n{"cell": \n')
-    with pytest.raises(ValueError, match=r"runs-0\.jsonl, line 2 is damaged .*: delete the line to decode its wave"):
+    with pytest.raises(ValueError, match=r"runs-0\.jsonl, line 2 is damaged .*: delete the line, and its prompts"):
         open_records(tmp_path, 0, PROVENANCE)
 
 

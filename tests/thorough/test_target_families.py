@@ -204,7 +204,7 @@ def test_a_prompt_with_images_is_refused_and_parts_of_text_are_one(kinds: list[s
     message = {"role": "user", "content": [{"type": kind, "text": "a"} for kind in kinds]}
     with pytest.raises(ValueError, match=f"^row 1: a message has parts of type {found}, not only text: omit the"):
         check_messages([message], "row 1")
-    with pytest.raises(ValueError, match=r"^row 1: a message of the user has no parts: omit the row"):
+    with pytest.raises(ValueError, match=r"^row 1: a user's message has no parts: omit the row"):
         check_messages([{"role": "user", "content": []}], "row 1")
     assert check_messages([{"role": "system", "content": []}], "row 1") == [{"role": "system", "content": ""}]
     called = {"role": "assistant", "content": [], "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}

@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_one_sentence_before_a_weight_is_read(tmp_path: Pat
             proposer(given, **sizes)
     config = json.loads((tmp_path / "config.json").read_text()) | {"num_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"heads.0.blocks.1.linear.bias in .* has shape None, unlike in config.json"):
+    with pytest.raises(ValueError, match=r"heads.0.blocks.1.linear.bias in .* has shape None, unlike config.json"):
         proposer({"heads": folder}).load_model(Target())
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ValueError, match="cannot be read as safetensors"):

@@ -55,7 +55,7 @@ class VerifyOptions(shared.ModelOptions):
     top_k: Annotated[int, Option(min=0, help="Top-k of the sampling tests; 0 switches it off.", hidden=True)] = 0
     top_p: Annotated[float, Option(help="Top-p of the sampling tests; 1 switches it off.", hidden=True)] = 1.0
     rule: shared.Rule = None
-    draws: Annotated[int, Option(min=1, help="Short texts to draw after each of two prompts.", hidden=True)] = 500
+    draws: Annotated[int, Option(min=1, help="Number of short texts after each of two prompts.", hidden=True)] = 500
     seed: shared.Seed = 0
     dtype: Annotated[
         str, Option(metavar="TYPE", help=f"{shared.DTYPE_HELP} Use the server's type; fp32 is best.", hidden=True)
@@ -72,7 +72,7 @@ class DoctorOptions:
 
     target: Annotated[
         str | None,
-        Option(metavar="MODEL", help=f"{shared.TARGET_HELP} to check as well; 'quickstart' is the embedded target."),
+        Option(metavar="MODEL", help=f"{shared.TARGET_HELP} to check, too; 'quickstart' is the embedded target."),
     ] = None
     drafter: Annotated[
         list[str] | None,

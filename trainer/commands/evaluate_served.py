@@ -181,7 +181,7 @@ class _Session:
             if model != self.model:
                 raise UserError(
                     f"the endpoint first served {self.model!r} and then {model!r}",
-                    "measure a server that does not change its model",
+                    "measure a server that serves the same model throughout",
                 )
         shares = shares_of_time([(answer.begin, answer.end) for answer in answers])
         lines = []

@@ -233,8 +233,8 @@ class TrainOptions:
         bool,
         Option(
             "--dry-run",
-            help="Do not train. Measure a few steps, print a row as training sees it and the memory, disk space and "
-            "hours that a run needs, and write an untrained artefact to OUTPUT/dry-run to test the server with.",
+            help="Do not train. Measure a few steps. Print a row as training sees it, and the memory, disk space and "
+            "hours that a run needs. Write untrained weights to OUTPUT/dry-run, so that you can test the server.",
         ),
     ] = False
 

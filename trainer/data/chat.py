@@ -298,7 +298,7 @@ class ChatTemplate:
             if tokens[: before.end] != before.tokens[: before.end]:
                 raise UserError(
                     f"{where}: the chat template rewrites an answer when a later answer follows, so no sequence is "
-                    "what the target saw: use conversations with one answer, or another template in data.chat_template"
+                    "equal to what the target saw: use conversations of one answer, or another data.chat_template"
                 )
             marked[number] = Marked(tokens, (False,) * before.end + trained[before.end :])
         return [sequence for sequence, wanted in zip(marked, kept, strict=True) if wanted]
@@ -332,8 +332,8 @@ class ChatTemplate:
             answered = self._render(messages[: index + 1])
             if not answered.startswith(asked):
                 raise UserError(
-                    f"{where}: the chat template rewrites the text before an answer when the answer follows, so the "
-                    "answer's tokens cannot be found: set data.chat_template to a template file with marks; there, "
+                    f"{where}: the chat template renders the text before an answer differently once the answer is "
+                    "added, so its tokens cannot be found: set data.chat_template to a template with marks; in it, "
                     f"{ADVICE}"
                 )
             texts.append(answered)

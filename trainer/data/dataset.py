@@ -78,7 +78,7 @@ class Dataset:
         if account.truncated:
             parts.append(f"{account.truncated:,} cut at {self.max_length} tokens")
         if account.skipped:
-            parts.append(f"{account.skipped:,} skipped because {self.max_length} tokens reach no trained token")
+            parts.append(f"{account.skipped:,} skipped: their first {self.max_length} tokens have none to train on")
         if account.bad_rows:
             parts.append(f"{account.bad_rows:,} bad rows skipped")
         if self.packed:
@@ -250,7 +250,7 @@ def load_sequences(
             f"the tokens of {source.name} cannot be stored in {folder.parent} ({error})",
             "free some disk space, or set HEADSTART_CACHE to another folder",
         ) from error
-    assert stored is not None, f"{folder} was written and cannot be read"
+    assert stored is not None, f"{folder} was written but cannot be read"
     return stored
 
 

@@ -243,15 +243,15 @@ def layout_findings(spec: DrafterSpec) -> list[Finding]:
 
     def layout() -> Finding:
         stored = read_object(folder / CONFIG_NAME, _COPY)
-        remedy = "headstart export --format dspark or gguf writes a draft that servers run as in training, if possible"
+        remedy = "headstart export --format dspark or gguf writes, if possible, a draft that servers run as in training"
         if weights == "dspark draft":
             config = read_dspark_config(folder)
             kind, lost = "DFlash" if config.is_dflash else "DSpark", lost_in_servers(config, stored)
         else:
             kind, lost = "EAGLE-3", lost_of_eagle3(read_eagle3_config(folder), stored)
             remedy = (
-                "headstart export --format eagle3 writes the flat form; in this form all three servers run a plain "
-                "Llama layer that reads the default three layers and has no flags or window"
+                "headstart export --format eagle3 writes the flat form; in this form all three servers run a "
+                "draft of a plain Llama layer that reads the default three layers and has no flags or window"
             )
         form = "speculators' nested form" if "speculators_model_type" in stored else "flat form"
         right = [server for server, problems in lost.items() if not problems]

@@ -223,8 +223,8 @@ class PolicySource:
         """This window's generated texts, by step and position."""
         if not any(self._fits(prompt_of(example)) for example in examples):
             raise UserError(
-                f"draft.policy.max_new_tokens ({policy.max_new_tokens}) does not fit after any training prompt in the "
-                f"target's context of {writer.target.max_positions} tokens: lower it"
+                f"draft.policy.max_new_tokens ({policy.max_new_tokens}) is too large: no training prompt leaves so "
+                f"much of the target's context of {writer.target.max_positions} tokens free; lower this value"
             )
 
     def writes_at(self, step: int) -> bool:

@@ -183,7 +183,7 @@ def _set_layers(config: PreTrainedConfig, kept: Sequence[int]) -> None:
 def _new_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
         raise UserError(
-            f"transformers has no separate {config.model_type} model, so its layers cannot be a draft: set "
+            f"transformers has no separate {config.model_type} model, so layers of the target cannot be a draft: set "
             "draft.init.from_model to a small model with the target's tokenizer, or train heads or a DSpark draft"
         )
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)

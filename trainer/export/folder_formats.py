@@ -265,8 +265,8 @@ def nested(flat: Mapping[str, Any], method: str, tokens: int, target: str | None
     else:
         if causal := own.pop("is_causal", None):
             raise UserError(
-                "the draft's blocks are causal in layers without a window, which speculators' layout cannot describe: "
-                "use --format dspark"
+                "the draft has causal blocks in layers without a window, and the layout speculators cannot describe "
+                "them: use --format dspark"
             )
         own["aux_hidden_state_layer_ids"] = [layer + 1 for layer in own.pop("target_layer_ids")]
         slides = layers["use_sliding_window"] = "sliding_window" in layers

@@ -153,7 +153,7 @@ def tensors_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         stem, _, suffix = name.rpartition(".")
         theirs = names.get_name(stem)
         if theirs is None or suffix not in ("weight", "bias"):
-            raise UserError(f"llama.cpp's {config.model_type} cannot store the tensor {name}: {_OTHER_PROGRAM}")
+            raise UserError(f"a GGUF file of {config.model_type} cannot store the tensor {name}: {_OTHER_PROGRAM}")
         values = tensor.detach().cpu()
         if architecture == MODEL_ARCH.LLAMA and ".q_proj." in name:
             values = _interleaved(values, config.num_attention_heads)

@@ -202,7 +202,7 @@ def _space_prefix(stored: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
             return False, ()
         remark = "llama.cpp puts a space before every text, even if a space or a special token is already there"
         return True, (remark,)
-    raise _refused("the normalizer and the pre-tokenizer are not as in sentencepiece")
+    raise _refused("the normalizer and the pre-tokenizer differ from those of sentencepiece")
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], size: int) -> dict[str, Any]:

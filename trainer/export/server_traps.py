@@ -54,7 +54,7 @@ def other_size(size: Any, wanted: Any) -> list[Trap]:
     """Return the trap if the vocabularies of draft and target differ in size."""
     if size == wanted:
         return []
-    problem = f"the served draft has {size} tokens and the target has {wanted} in its vocabulary"
+    problem = f"the served draft's vocabulary has {size} tokens, and the target's vocabulary has {wanted}"
     remedy = (
         "pad the draft's embeddings to the target's size, or set use_heterogeneous_vocab true in vLLM; llama.cpp "
         f"accepts a difference of up to {MOST_OTHER_TOKENS}, and transformers accepts none"

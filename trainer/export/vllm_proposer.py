@@ -243,5 +243,5 @@ def _read_weights(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
         raise ValueError(f"{path} cannot be read as safetensors ({error}): export the heads again") from error
     held = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     if wrong := sorted(name for name in shapes | held if shapes.get(name) != held.get(name)):
-        raise ValueError(f"{wrong[0]} in {folder} has shape {held.get(wrong[0])}, unlike in config.json: export again")
+        raise ValueError(f"{wrong[0]} in {folder} has shape {held.get(wrong[0])}, unlike config.json: export again")
     return stored

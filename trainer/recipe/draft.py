@@ -220,7 +220,7 @@ class DraftSection(Section):
         if self.teacher is not None and self.policy.generates:
             raise UserError(
                 "draft.teacher stores the target's logits on the answers in the data, but draft.policy generates new "
-                "answers: set draft.teacher=null, or the shares of target and loop to 0"
+                "answers: set draft.teacher=null, or set draft.policy.target and draft.policy.loop to 0"
             )
         if self.teacher is not None and set(self.loss.mix) == {"cross_entropy"}:
             raise UserError(
@@ -304,7 +304,7 @@ class DraftRecipe(CommonRecipe):
         if self.draft.policy.generates:
             raise UserError(
                 "features store states of the answers in the data, but draft.policy generates new answers: set "
-                "features=null, or the shares of target and loop to 0"
+                "features=null, or set draft.policy.target and draft.policy.loop to 0"
             )
         if not self.features.keep_target:
             raise UserError(
@@ -318,6 +318,6 @@ class DraftRecipe(CommonRecipe):
         if self.data.packing and self.draft.policy.generates:
             raise UserError(
                 "data.packing joins examples, but draft.policy answers prompts one by one: set data.packing=false, or "
-                "the shares of target and loop to 0"
+                "set draft.policy.target and draft.policy.loop to 0"
             )
         return self

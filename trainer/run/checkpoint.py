@@ -309,7 +309,7 @@ def read_apart(folder: Path) -> tuple[dict[str, Any], Saved]:
     try:
         state, saved = _read(folder, moments=False)
     except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"the checkpoint {folder} cannot be read ({error}): use another") from error
+        raise UserError(f"the checkpoint {folder} cannot be read ({error}): use another checkpoint") from error
     if not all(isinstance(state.get(name), dict) for name in ("recipe", "launch")):
         raise UserError(f"{folder / _STATE} does not contain a recipe: resume the run and export its final/")
     return state, saved

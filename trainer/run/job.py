@@ -143,7 +143,7 @@ def _heads_job(recipe: MedusaRecipe, device: torch.device, process: Process, beg
     say_coverage(process, "the heads", examples, objective.heads.output_tokens)
     if begins and heads.init is None and heads.markov_rank and heads.fit_tokens:
         process.say(
-            f"the heads start as a regression of the target's states on up to {heads.fit_tokens:,} tokens "
+            f"the heads start from a regression on the target's states at up to {heads.fit_tokens:,} tokens "
             "(heads.fit_tokens)"
         )
         assert states is not None, "heads of Medusa-2 are not fitted"
@@ -209,7 +209,7 @@ def _over_states(
         online = OnlineTarget(target.model)
         # A transform of the logits would make the regression wrong by a scale.
         if new and fitted and draft.markov is not None and online.transform is None:
-            process.say(f"the draft's bias starts as a regression on up to {fitted:,} tokens (draft.dspark.fit_tokens)")
+            process.say(f"the bias starts from a regression on up to {fitted:,} tokens (draft.dspark.fit_tokens)")
             start_dspark(draft, online, examples, fitted)
         mask = draft.config.mask_token_id
         named = target.tokenizer.convert_ids_to_tokens(mask) or f"token {mask}, which has no text"

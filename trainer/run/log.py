@@ -86,7 +86,7 @@ class Log:
         passed_over = checkpoints.unreadable.items()
         lines = [f"{folder} is unreadable ({reason}); it was skipped, not deleted" for folder, reason in passed_over]
         lines.append(f"{self._recipe.name}: resuming from step {progress.step} of {steps}")
-        lines += [f"changed from here on: {change}" for change in checkpoints.changes]
+        lines += [f"changed from this step: {change}" for change in checkpoints.changes]
         say(self._console, *lines)
 
     def note(self, line: str) -> None:

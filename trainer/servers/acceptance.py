@@ -160,7 +160,7 @@ def compare_acceptance(ours: LoopAcceptance, server: Counts, note: str = "") -> 
         least = f"no significant difference (threshold {apart.least:.2f})"
         return ok(ACCEPTANCE, f"{both}: {least}{note}", **figures)
     first = next((position for position in compare_positions(ours, server) if position.real), None)
-    where = f" from position {first.position} on" if first else ""
+    where = f", first at position {first.position}" if first else ""
     return problem(ACCEPTANCE, f"{both}: a significant difference{where}{note}", _OTHER, **figures)
 
 

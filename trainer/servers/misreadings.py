@@ -248,7 +248,7 @@ def misread(check: str, target: CausalLM, weights: Weights, texts: Sequence[Sequ
     if _fits_better(most_frequent, hits):
         remedy = "pass the target of the training, or train on this target"
         told += (
-            ", fewer than the most frequent token fills: the weights are for another target or another order of tokens"
+            ", fewer than the most frequent token alone: the weights are for another target or another order of tokens"
         )
         return problem(check, told, remedy)
     return None

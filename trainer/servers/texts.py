@@ -82,7 +82,7 @@ def compare_rendered(
             likely = [(name, remedy) for name, remedy, ids in _variants(prompt, tokenizer) if len(ids) == server.length]
             if len(likely) == 1:
                 return problem(TEMPLATE, f"{told}, as if the prompt {likely[0][0]}", likely[0][1])
-            return problem(TEMPLATE, told, "compare chat template, system prompt and thinking mode with the server's")
+            return problem(TEMPLATE, told, "use this chat template, system prompt and thinking mode in the server")
         compared += server.length is not None
     if not compared:
         return undecided(TEMPLATE, "the server reports neither the token ids nor the length of prompts")
@@ -94,7 +94,7 @@ def _variants(prompt: HeldOutPrompt, tokenizer: PreTrainedTokenizerBase) -> Iter
     """Yield common wrong ways to render a prompt, each as a description, a remedy, and the token ids."""
     bos = tokenizer.bos_token_id
     if bos is not None and prompt.ids[:1] == (bos,):
-        yield f"lacks the BOS ({bos})", "serve the tokenizer that was used in training", prompt.ids[1:]
+        yield f"lacks the BOS ({bos})", "start the server with the tokenizer that was used in training", prompt.ids[1:]
     if bos is not None:
         once = "let only the template or the tokenizer add BOS: send the rendered text with add_special_tokens false"
         twice = " twice" if prompt.ids[:1] == (bos,) else ""
@@ -117,7 +117,7 @@ def _variants(prompt: HeldOutPrompt, tokenizer: PreTrainedTokenizerBase) -> Iter
         ids = render(add_generation_prompt=True, enable_thinking=mode == "on")
         yield f"has the thinking mode {mode}", remedy, ids
     plain = encode_prompt(prompt.messages, tokenizer, chat=False)
-    yield "lacks the chat template", "serve the target's chat template (--chat-template)", plain
+    yield "lacks the chat template", "start the server with the target's chat template (--chat-template)", plain
 
 
 def _explained(prompt: HeldOutPrompt, server: tuple[int, ...], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
@@ -140,7 +140,7 @@ def _explained(prompt: HeldOutPrompt, server: tuple[int, ...], tokenizer: PreTra
             "train with this system prompt, or send the system prompt of the training (an empty system message, or "
             "another --chat-template)",
         )
-    return f"the server renders the prompt differently: {where}", "serve the tokenizer and chat template of training"
+    return (f"the server renders the prompt differently: {where}", "serve with the tokenizer and template of training")
 
 
 TEXT = "the target's greedy text"

@@ -113,8 +113,8 @@ class ServedWriter:
             read = answer.prompt_tokens
         if answer.prompt_ids not in (None, prompt) or read != len(prompt):
             raise UserError(
-                f"the server read a prompt of {read} tokens instead of {len(prompt)}: its tokenizer is not the "
-                "target's, or it adds tokens; run 'headstart diagnose'"
+                f"the server read a prompt of {read} tokens instead of {len(prompt)}: the server uses another "
+                "tokenizer than the target, or it adds tokens; run 'headstart diagnose'"
             )
         return prompt
 
@@ -128,8 +128,8 @@ class ServedWriter:
         vocabulary, ends = self._reference.target.vocab_size, self._reference.eos_token_ids
         if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
             raise UserError(
-                f"the server wrote token {unknown[0]}, but the target's last token is {vocabulary - 1}: it serves "
-                "another model"
+                f"the server wrote token {unknown[0]}, but the target's last token is {vocabulary - 1}: the server "
+                "serves another model"
             )
         return answer.with_end(tokens, ends)
 

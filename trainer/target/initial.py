@@ -45,7 +45,7 @@ def most_frequent_trained(
     ``setting`` is the recipe's key for ``count``, which messages name.
     """
     if count > known:
-        raise UserError(f"{setting} is {count} but target and drafter share only {known} tokens: lower it")
+        raise UserError(f"{setting} is {count} but target and drafter share only {known} tokens: lower this value")
     ends = {*eos_token_ids(target.model, tokenizer)}
     if tokenizer.eos_token_id is not None:
         ends.add(tokenizer.eos_token_id)
@@ -54,7 +54,7 @@ def most_frequent_trained(
         raise UserError(f"{setting} is {count}: set it above {len(always)}, the number of tokens that end a text")
     texts = [predicted[predicted < known].tolist() for predicted in map(Example.predicted, examples)]
     if not any(texts):
-        raise UserError(f"{setting} chooses tokens from answers, but the data has only prompts: leave it out")
+        raise UserError(f"{setting} chooses tokens from answers, but the data has only prompts: omit this key")
     return most_frequent_tokens(texts, count, known, always)
 
 
@@ -66,7 +66,7 @@ def say_coverage(
         written = [np.isin(example.predicted(), tokens.cpu().numpy()) for example in examples]
         count = sum(map(len, written))
         share = sum(int(marks.sum()) for marks in written) / count if count else 1.0
-        process.say(f"{drafter} can write {len(tokens):,} tokens, which are {share:.1%} of the trained tokens")
+        process.say(f"{drafter} can write {len(tokens):,} tokens, which cover {share:.1%} of the tokens to be learned")
 
 
 # --- least squares ----------------------------------------------------------------------------------------------------

@@ -69,8 +69,8 @@ class Plan:
         """
         if dtype != self.content["dtype"]:
             raise UserError(
-                f"{self.name} was made in {self.content['dtype']}, but costs differ in {dtype}: {_REMEDY} "
-                "in this dtype, or use --dtype"
+                f"{self.name} was measured in {self.content['dtype']}, and its costs do not apply to {dtype}: "
+                f"{_REMEDY} in the new dtype, or decode in the plan's dtype (--dtype)"
             )
         known = self.content["fingerprints"]
         weights = [(parse_drafter(spec).path, fingerprint) for spec, fingerprint in known["drafters"].items()]

@@ -76,7 +76,7 @@ class CostSurvey:
         ]
         if not self.prompts:
             raise UserError(
-                f"no prompt fits, with {config.max_new_tokens} new tokens, into the {longest} tokens that target and "
+                f"every prompt plus {config.max_new_tokens} new tokens exceeds the {longest} tokens that target and "
                 "drafters support: use shorter prompts or lower --max-new-tokens"
             )
         self._text_tokens = round(fmean(map(len, self.prompts)) + config.max_new_tokens / 2)

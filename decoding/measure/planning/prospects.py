@@ -40,7 +40,7 @@ PUBLISHED = (
     Published("heads", "Medusa, Vicuna-7B", (0.560, 0.316, 0.201, 0.147), "Medusa's repository, November 2026, top 1"),
     Published("dspark", "DFlash, Qwen3-8B, chats", equal_rates(3.11, 7), "2607.05147, July 2026, MT-Bench, T=1"),
     Published("dspark", "DFlash, Qwen3-8B, maths", equal_rates(5.33, 7), "2607.05147, July 2026, GSM8K, T=1"),
-    Published("draft", "115M, Llama-2-7B-Chat", (1 - 1 / 2.3,) * DEEPEST, "2403.00858, March 2024, at most 2.3 a pass"),
+    Published("draft", "115M, Llama-2-7B-Chat", (1 - 1 / 2.3,) * DEEPEST, "2403.00858, March 2024, up to 2.3 per pass"),
 )
 """DFlash gives a low estimate for DSpark: DFlash's five layers reach a lower acceptance than the two layers of DSpark
 in the recipes (2607.05147)."""

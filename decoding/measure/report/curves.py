@@ -162,5 +162,5 @@ def cost_curve(report: Report) -> Picture | None:
     over_sizes(axes, list(curve), "tokens in the pass")
     axes.set_ylim(0, 1.1 * max(costs))
     axes.set_ylabel("v(n), in passes over one token")
-    heading = f"v(n): a pass over {max(curve)} tokens costs {costs[-1]:.2f} passes over one"
+    heading = f"v(n): a pass over {max(curve)} tokens costs as much as {costs[-1]:.2f} passes over one"
     return Picture(heading, svg(figure, heading), [])
