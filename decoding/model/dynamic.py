@@ -214,7 +214,7 @@ class DynamicSteps:
         return output
 
     def _positions(self, starts: Sequence[int], depths: Tensor | int) -> Tensor:
-        """Return the positions of nodes, (rows, nodes): each row's start plus the depths of its nodes."""
+        """Return the nodes' positions, of shape (rows, nodes). A position is the row's start plus the node's depth."""
         positions = depths + torch.tensor(starts).to(self._model.device, non_blocking=True)[:, None]
         if self._max_positions is not None:  # the padding of a finished row may go past the end of the position table
             positions.clamp_(max=self._max_positions - 1)
