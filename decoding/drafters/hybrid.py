@@ -20,7 +20,7 @@ _PRIOR_TRIALS = 4.0
 """Weight of a prior, as a number of trials. The prior of the mean for one match length is the mean for the whole text,
 whose own prior is a constant."""
 _MEMORY = 50.0  # number of recent trials that a running mean covers
-_UNTRIED = 16  # number of steps without the first drafter after which a text tries it again
+_UNTRIED = 16  # number of steps without the first drafter, after which a text uses this drafter again
 _LENGTHS = 5  # number of classes of match lengths: no match, 1, 2 to 3, 4 to 7, 8 or more tokens
 
 
@@ -102,7 +102,7 @@ class _Mean:
 
 
 class _FirstChoice:
-    """Decides, for one text, whether the first drafter drafts; keeps the results on which the decisions are based."""
+    """Decides, for one text, whether to use the first drafter; keeps the results on which the decisions are based."""
 
     def __init__(self) -> None:
         self._looked_up = [_Mean() for _ in range(_LENGTHS)]

@@ -290,7 +290,7 @@ def test_the_layout_of_a_draft_and_the_servers_that_run_it_are_said_without_a_ta
 
 def test_the_layout_of_other_drafters_needs_a_target(target: Path, tmp_path: Path) -> None:
     for text in ("lookup", f"heads:{save_heads(tmp_path / 'heads', target)}"):
-        with pytest.raises(ValueError, match="can only be checked with a target: add --target"):
+        with pytest.raises(ValueError, match="can be checked only with a target: add --target"):
             layout_findings(parse_drafter(text))
 
 

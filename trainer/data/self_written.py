@@ -128,7 +128,7 @@ class UserTurn:
 
 
 def _words(text: str) -> str:
-    """Return the words of a text without case and punctuation, by which prompts are compared."""
+    """Return the words of a text without case and punctuation. Prompts are compared by these words."""
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 

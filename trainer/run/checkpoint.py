@@ -201,7 +201,7 @@ class Checkpoints:
             raise
 
     def settle(self) -> None:
-        """Let all processes wait until `writing` has ended; otherwise a launcher that sees one of them end would kill
+        """Make all processes wait until `writing` has ended; otherwise a launcher that sees one of them end would kill
         the process that writes. Every process must call this.
         """
         on_first(lambda: wait([self.writing] if self.writing else []))

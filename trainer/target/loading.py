@@ -116,7 +116,7 @@ class HiddenStates(Protocol):
         """The weight of the target's lm_head."""
 
     def read(self, batch: Batch) -> Columns | None:
-        """Return what the disk contains of a batch, on the device of the batch; None if the target must run."""
+        """Return the values on disk for a batch, on the device of the batch; None if the target must run."""
 
     def hidden(self, batch: Batch, stored: Columns | None = None) -> Float[Tensor, "batch positions hidden"]:
         """Return the lm_head's input on the batch's device; ``stored`` is the result of `read` on this device."""
