@@ -154,8 +154,8 @@ class DraftState:
         return self.over_target_vocabulary(self.draft.step(known, self.cache).logits)
 
     def run_level(self, trees: Sequence[TokenTree], first: Sequence[int]) -> list[Tensor]:
-        """Run the nodes of each tree, starting at node ``first[row]``; return their logits, of shape (nodes, vocab), for
-        each row.
+        """Run the nodes of each tree, starting at node ``first[row]``; return their logits, of shape (nodes, vocab),
+        for each row.
         """
         logits = self.over_target_vocabulary(self.draft.verify(trees, self.cache, first).logits)
         return [logits[row, : len(tree) - left] for row, (tree, left) in enumerate(zip(trees, first, strict=True))]

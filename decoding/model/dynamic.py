@@ -83,7 +83,7 @@ class TreeMasks:
     def _shared(
         self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int, window: int | None
     ) -> Tensor:
-        """Make one mask (1, 1, queries, keys) for rows with equal lengths and equal trees."""
+        """Make one mask of shape (1, 1, queries, keys) for rows with equal lengths and equal trees."""
         start, device = starts[0], self._model.device
         depths, hidden = self._of(shapes[0])
         blocked = torch.zeros(size, start + len(depths), dtype=torch.bool, device=device)
