@@ -160,13 +160,14 @@ class CausalLM:
         self.turns.take(generation)
         capacity, rows = self._static.capacity(capacity), rounded_up(rows)
         with self.lock:
-            if (held := self._static_cache) is None or not held.fits(capacity, rows):
+            held = self._static_cache
+            if held is None or not held.fits(capacity, rows):
                 if held is not None:
                     held.take()  # a generation on the old buffers ends
                 self._static.drop_graphs()  # frees the old buffers before the new ones are allocated
-                self._static_cache = PreallocatedCache(self.num_layers, capacity, rows)
-            self._static_cache.restart(capacity, rows)
-            return self._static_cache
+                held = self._static_cache = PreallocatedCache(self.num_layers, capacity, rows)
+            held.restart(capacity, rows)
+            return held
 
     @torch.inference_mode()
     def prefill(
