@@ -23,7 +23,7 @@ from decoding.model.cache import PreallocatedCache
 from decoding.model.causal_lm import CausalLM
 from decoding.model.forward import ModelOutput
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.static import _RECORDING, Size, StaticSteps, _Bucket
+from decoding.model.static import _RECORDING, Size, StaticSteps, _Bucket, node_bucket
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.tree import TokenTree, TreeShape
 
@@ -58,7 +58,6 @@ def drafters(family: str, static: str | None, hidden_size: int = 16) -> dict[str
         "draft tree": DraftTreeDrafter(draft(), depth=3, width=2, nodes=7),
         "medusa": MedusaDrafter(heads),
         "markov": MedusaDrafter(markov),
-        "markov, drawn": MedusaDrafter(markov, sampled=True),
         **({} if family == "opt" else {"dspark": DSparkDrafter(tiny_dspark(CausalLM(tiny_model(family))))}),
     }
 
@@ -154,18 +153,13 @@ def test_a_tree_run_level_by_level_has_the_logits_of_one_run_at_once(family: str
 
 
 def test_larger_buffers_void_what_was_recorded_on_the_old_ones() -> None:
-    model, plain = CausalLM(tiny_model("llama"), static="eager"), CausalLM(tiny_model("llama"))
-    before = Engine(model).decode([3, 1], DecodingConfig(4))
-    assert len(steps_of(model)._steps) == 1
-    cache = model.new_cache(8)
-    held = cache.buffers
-    model.prefill([[3, 1]], cache)
-    cache.reserve(cache.capacity + 1)
-    assert cache.buffers != held
-    model.append([[4]], cache)
-    assert list(steps_of(model)._steps) == [Size(1, 1, 1, 256)] and steps_of(model)._buffers == cache.buffers
-    after = Engine(model).decode([3, 1], DecodingConfig(4))
-    assert after.tokens == before.tokens == Engine(plain).decode([3, 1], DecodingConfig(4)).tokens
+    model, cache = filled("llama", "eager")
+    for size in (1, 3):
+        model.append([[4] * size] * 2, cache)
+        assert list(steps_of(model)._steps) == [Size(2, node_bucket(2, size), node_bucket(2, size), 256)]
+        assert steps_of(model)._buffers == cache.buffers
+        cache.reserve(cache.capacity + 1)
+        assert steps_of(model)._buffers != cache.buffers
 
 
 def test_every_node_and_row_of_padding_sees_a_key_and_leaves_no_nan_in_half_precision() -> None:
