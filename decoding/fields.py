@@ -109,7 +109,8 @@ def prompt_of(row: dict[str, Any], field: str | None, where: str) -> Prompt:
     name = field or find_prompt(row)
     if name is None or name not in row:
         wanted = f"the field {field!r}" if field else f"one of the fields {', '.join(PROMPT_FIELDS)}"
-        raise UserError(f"{where}: the row lacks {wanted}; it has {', '.join(sorted(row))}")
+        remedy = "rename the prompt's field, or name it with --prompt-field (in recipes: data.prompt_field)"
+        raise UserError(f"{where}: the row lacks {wanted}; it has {', '.join(sorted(row))}", remedy)
     own = check_messages(row[name], where) if name in CONVERSATIONS else _spoken(row[name], name, "user", where)
     columns, before = {name}, list[Message]()
     holder = _first_instance(row, where) if name == "instruction" and "instances" in row else row
@@ -212,9 +213,9 @@ def check_messages(value: Any, where: str) -> list[Message]:
     Raises UserError if the value cannot be brought into this form.
 
     Messages have ``role`` and ``content`` (OpenAI) or ``from`` and ``value`` (ShareGPT). A message with only tool calls
-    or reasoning gets an empty content, and reasoning is stored under all names in `REASONING`. Older forms of calls
-    become ``tool_calls``, and JSON arguments (OpenAI's format) become an object, as servers pass them to templates.
-    Empty fields are left out.
+    or reasoning gets an empty content, and reasoning is stored under all names in `REASONING`. A ``refusal`` (OpenAI)
+    becomes the missing content. Older forms of calls become ``tool_calls``, and JSON arguments (OpenAI's format) become
+    an object, as servers pass them to templates. Empty fields are left out.
     """
     if not isinstance(value, list) or not value:
         raise UserError(f"{where}: the messages are {value!r:.60}, not a list of messages")
@@ -225,6 +226,7 @@ def _checked(message: Any, where: str) -> Message:
     given = message if isinstance(message, dict) else {}
     speaker, content = given.get("role", given.get("from")), given.get("content", given.get("value"))
     rest = {name: held for name, held in given.items() if name not in _SPOKEN and held not in _EMPTY}
+    content = rest.pop("refusal", None) if content is None else content
     name = speaker.lower().replace("-", "_") if isinstance(speaker, str) else None
     if name is not None and name not in _ROLES:
         raise UserError(f"{where}: a message is from {speaker!r}: use one of {', '.join(_ROLES)}")
@@ -248,7 +250,7 @@ def _checked(message: Any, where: str) -> Message:
         raise UserError(f"{where}: a user's message has no parts: omit the row")
     content = "" if content in (None, []) and UNSPOKEN & rest.keys() else _joined(content, where)
     if name is None or not isinstance(content, str):
-        raise UserError(f"{where}: a message is {message!r:.60}, but its role and content must both be text")
+        raise UserError(f"{where}: a message is {message!r:.60}, but role and content must both be text: omit the row")
     return {"role": _ROLES[name], "content": content, **rest}
 
 

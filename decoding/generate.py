@@ -175,15 +175,15 @@ class DecodingBatch:
             self.session.observe(
                 proposals, [output.logits[row, : len(proposal.tree)] for row, proposal in enumerate(proposals)]
             )
-        draft_seconds, verify_seconds = clock.phases()
-        last = torch.tensor([verdict.path[-1] if verdict.path else 0 for verdict in verdicts])
-        last = last.to(self.target.device, non_blocking=True)[:, None, None].expand(-1, -1, output.hidden.shape[-1])
-        for text, hidden in zip(self.texts, output.hidden.gather(1, last)[:, 0], strict=True):
-            text.hidden = hidden
+        if self.drafter:
+            ends = torch.tensor([(0, *verdict.path)[-1] for verdict in verdicts])[:, None, None]
+            last = output.hidden.take_along_dim(ends.to(output.hidden.device, non_blocking=True), 1)
+            for row, text in enumerate(self.texts):
+                text.hidden = last[row, 0]
         steps = [
             self._commit(row, proposals[row].tree, verdict, starts[row], output) for row, verdict in enumerate(verdicts)
         ]
-        seconds = draft_seconds, verify_seconds, clock.total()
+        seconds = *clock.phases(), clock.total()
         if self.drafter:
             self.policy.observe(budget, [step.counts for step in steps], *seconds)
         return [step.timed(*(second / len(steps) for second in seconds)) for step in steps]

@@ -14,11 +14,13 @@ _ROWS_AT_ONCE = 256
 
 def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield each row of a .jsonl file, parsed by `parse_row`, or of a .parquet file, as (number from 1, row)."""
-    if Path(path).suffix == ".parquet":
-        yield from read_parquet(path)
-        return
-    for number, line in read_lines(path):
+    for number, line in unparsed_rows(path):
         yield number, parse_row(line, f"{path}, line {number}")
+
+
+def unparsed_rows(path: str | Path) -> Iterator[tuple[int, bytes | dict[str, Any]]]:
+    """Yield each row as `read_rows` does, but do not parse lines yet, so that a reader can skip bad lines."""
+    return read_parquet(path) if Path(path).suffix == ".parquet" else read_lines(path)
 
 
 def read_parquet(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -62,11 +64,13 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def parse_row(line: bytes, where: str) -> dict[str, Any]:
-    """Parse one line of a .jsonl file; a bare string becomes ``{"text": string}``.
+def parse_row(line: bytes | dict[str, Any], where: str) -> dict[str, Any]:
+    """Parse one line of a .jsonl file; a bare string becomes ``{"text": string}``, and a row is returned unchanged.
 
     Raises UserError, naming the line by ``where``, for other values, other encodings and half surrogate pairs.
     """
+    if isinstance(line, dict):
+        return line
     try:
         row = json.loads(line.rstrip(b"\r\n"))  # without the line end, so that errors are reported in this line
         if b"\\u" in line:  # an escape may be half of a surrogate pair, which tokenizers reject

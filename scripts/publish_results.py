@@ -147,6 +147,16 @@ def served_table(report: Report) -> str:
     )
 
 
+def pooled_table(report: Report) -> str:
+    """Return a table with a row for each group of drafters, a row of ratios, and a column for each set and setting."""
+    rows = report["rows"]
+    groups = list(rows[0]["tokens_per_pass"])
+    cells = [[text(name), *(_estimate(row["tokens_per_pass"][name]) for row in rows)] for name in groups]
+    cells.append(["ratio", *(_estimate(row["ratio"]) for row in rows)])
+    head = ("trained on answers to", *(f"{row['set']}, {row['setting']}" for row in rows))
+    return f"{table(map(text, head), cells, len(rows))}\n\n{machine_of(report)}"
+
+
 def verified_table(report: Report) -> str:
     """Return a table with a row for each server of `benchmarks/verified.py`: findings of tests, and the verdict."""
 
@@ -340,6 +350,7 @@ PAGES: dict[str, dict[str, Blocks]] = {
     "policies": {RESULTS: (("policies", policies_caption),)},
     "equal_budget": {RESULTS: (("equal_budget", short_table),)},
     "experimental": {RESULTS: (("experimental", short_table),)},
+    "self_written": {"docs/how-to/data.md": (("self_written", pooled_table),)},
     "verified": {"docs/how-to/verify.md": (("verified", verified_table),)},
     "served": {"docs/how-to/serving.md": (("served", served_table),)},
     "one_gpu": {

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 from weakref import ref
 
@@ -13,7 +14,7 @@ from hypothesis_profiles import examples
 from tiny_models import full_forward, tiny_model
 from torch import Tensor
 
-from decoding.model.cache import PreallocatedCache
+from decoding.model.cache import PreallocatedCache, rounded_up
 from decoding.model.causal_lm import CausalLM
 from decoding.rules.tree import TokenTree, TreeShape
 
@@ -30,16 +31,15 @@ def filled(model: CausalLM, *texts: list[int], capacity: int = 64) -> Preallocat
     return cache
 
 
-def layers_of(cache: PreallocatedCache) -> list[Any]:
-    """Return the layers of a cache, whose keys and values are the whole buffers: (rows, heads, capacity, dim)."""
-    return list(cache.layers)
-
-
 def contents(cache: PreallocatedCache, row: int = 0) -> Tensor:
     """Return the keys and values of a row in every layer, up to its length: (2, layers, heads, length, dim)."""
-    end = cache.lengths[row]
-    layers = [(layer.keys[row, :, :end], layer.values[row, :, :end]) for layer in layers_of(cache)]
-    return torch.stack([torch.stack(list(kind)) for kind in zip(*layers, strict=True)])
+    layers: Any = cache.layers
+    return torch.stack(
+        [
+            torch.stack([getattr(layer, kind)[row, :, : cache.lengths[row]] for layer in layers])
+            for kind in ("keys", "values")
+        ]
+    )
 
 
 def assert_same_content(kept: Tensor, expected: Tensor) -> None:
@@ -117,9 +117,16 @@ def test_growth_that_fails_for_lack_of_memory_leaves_the_cache_as_it_was(
     assert_holds(tiny_llama, cache, PREFIX)
     tiny_llama.append([[9, 2]], cache)
     tiny_llama.verify([TREE], cache)
-    assert cache.capacity == 16
+    assert cache.capacity == 14
     cache.commit(0, 7, (0,))
     assert_holds(tiny_llama, cache, [*PREFIX, 9, 2, 9])
+
+
+def test_rounding_up_adds_less_than_an_eighth() -> None:
+    rounded = [rounded_up(count) for count in range(1, 2**14 + 1)]
+    assert all(8 * count <= 8 * result < 9 * count for count, result in enumerate(rounded, start=1))
+    assert [rounded_up(result) for result in rounded] == rounded
+    assert sorted({result for result in rounded if result > 2**13}) == list(range(9 * 2**10, 2**14 + 1, 2**10))
 
 
 # --- dropping, reusing, moving ---------------------------------------------------------------------------------------
@@ -170,6 +177,18 @@ def test_a_longer_row_that_left_leaves_no_trace_in_the_slot_of_a_shorter_one(tin
     cache.move(1, 0)  # one token instead of eight
     logits = tiny_llama.append([[7]], cache).logits[0]
     torch.testing.assert_close(logits, full_forward(tiny_llama.model, [*RAGGED[1], 7])[-1], **FLOAT)
+
+
+@pytest.mark.parametrize("static", [None, "eager"])
+def test_a_deep_copy_goes_on_apart_from_its_original(static: str | None) -> None:
+    """Users of transformers copy the cache of a shared prompt and continue each copy."""
+    model = CausalLM(tiny_model("llama"), static=static)
+    cache = filled(model, PREFIX)
+    copied = deepcopy(cache)
+    for block, each in (([7], cache), ([9, 2], copied), ([8], cache), ([6], copied)):
+        model.append([block], each)
+    assert_holds(CausalLM(model.model), cache, [*PREFIX, 7, 8])
+    assert_holds(CausalLM(model.model), copied, [*PREFIX, 9, 2, 6])
 
 
 @pytest.mark.parametrize("static", [None, "eager"])

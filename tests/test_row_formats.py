@@ -36,6 +36,7 @@ def shown(example: Example) -> str:
     return str(marked_text(example, byte_tokenizer(), colour=False))
 
 
+GREETED = "the assistant's greeting before the first question"
 SYSTEM = "system:S;user:Hi;assistant:⟦Yes;⟧"
 HISTORY = "user:A;assistant:⟦B;⟧user:Hi;assistant:⟦Yes;⟧"
 ABOUT = "user:Hi\n\nC;assistant:⟦Yes;⟧"
@@ -71,6 +72,7 @@ CALLS = 'user:Hi;assistant:⟦!f{"x": 1};⟧tool:9;assistant:⟦Yes;⟧'
         ({"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": {"from": "gpt", "value": "No"}}, PLAIN),
         ({"messages": [{"from": "Human", "value": "Hi"}, {"from": "model", "value": "Yes"}]}, PLAIN),
         ({"messages": [ASKED, {"role": "gpt", "content": "Yes", "tool_calls": [], "refusal": None}]}, PLAIN),
+        ({"messages": [ASKED, {"role": "assistant", "content": None, "refusal": "Yes"}]}, PLAIN),
         ({"messages": [ASKED, NO | {"weight": 0}, ASKED, YES | {"weight": 1}]}, SECOND),
         ({"messages": [ASKED, NO | {"loss_mask": 0}, ASKED, YES], "parallel_tool_calls": False}, SECOND),
         ({"messages": [ASKED, NO | {"train": False}, ASKED, YES | {"loss": True}]}, SECOND),
@@ -90,6 +92,16 @@ def test_rows_are_read_as_their_origin_means_them(
 ) -> None:
     (example,) = load(tmp_path, row, template=template).examples
     assert shown(example) == read and not caplog.messages
+
+
+@pytest.mark.parametrize("template", [TOOL_TEMPLATE, MARKED], ids=["compared", "marked"])
+def test_a_greeting_before_the_first_question_is_left_out_and_reported(
+    tmp_path: Path, template: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"messages": [NO, ASKED, YES]}, {"prompt": [NO, ASKED], "completion": [YES]}]
+    examples = load(tmp_path, *rows, {"conversations": [NO, *SHAREGPT], "system": "S"}, template=template).examples
+    (message,) = caplog.messages
+    assert [*map(shown, examples)] == [PLAIN, PLAIN, SYSTEM] and f"not read: {GREETED} (3 rows);" in message
 
 
 def test_an_answer_that_is_not_to_be_trained_gives_no_sequence_of_its_own(tmp_path: Path) -> None:
@@ -174,7 +186,7 @@ def test_what_a_template_ignores_is_told_and_leaves_no_empty_answer_to_train(
         ({"from": "critic", "value": "No"}, "line 1: a message is from 'critic': use one of user, human"),
         ({**NO, "weight": 0.5}, "line 1: a message has 0.5 as its weight: use 0 or 1"),
         ({**NO, "thinking": "a", "reasoning": "b"}, "line 1: a message has two different reasoning texts"),
-        ({"role": "assistant", "content": None, "tool_calls": []}, "line 1: a message is .*must both be text"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "line 1: a message is .*text: omit the row"),
     ],
 )
 def test_messages_that_cannot_be_read_are_refused_by_their_line(tmp_path: Path, message: Any, complaint: str) -> None:
@@ -202,7 +214,7 @@ LEFT: list[dict[str, Any]] = [
     {"text": "Once upon a time", "system": "S"},
     {"messages": [{"role": "system", "content": "T"}, ASKED, YES], "system": "S"},
 ]
-REPORT = "columns that are not read: notes (2 rows) and hint (1 rows) and weight (1 rows)"
+REPORT = "content that is not read: notes (2 rows) and hint (1 rows) and weight (1 rows)"
 
 
 def test_columns_that_nobody_reads_are_reported_once_with_their_rows(
@@ -211,7 +223,7 @@ def test_columns_that_nobody_reads_are_reported_once_with_their_rows(
     load(tmp_path, *LEFT)
     (message,) = caplog.messages
     more = " and solution (1 rows) and history (1 rows) and system (2 rows)"
-    assert message.startswith(f"{tmp_path / 'rows.jsonl'} has {REPORT}{more}; docs/how-to/data.md lists")
+    assert message.startswith(f"{tmp_path / 'rows.jsonl'} has {REPORT}{more}; docs/how-to/data.md says")
     byte_tokenizer(TOOL_TEMPLATE).save_pretrained(tmp_path / "target")
     run_inspect(InspectOptions(source=str(tmp_path / "rows.jsonl"), target=str(tmp_path / "target")))
     assert caplog.messages == [message] * 2
@@ -222,13 +234,14 @@ def test_regenerate_reports_columns_too_and_the_target_hears_the_system_message(
     counting_model(128).save_pretrained(tmp_path / "target")
     byte_tokenizer(TOOL_TEMPLATE).save_pretrained(tmp_path / "target")
     output = io.StringIO()
-    rows = [LEFT[0], {**LEFT[1], "system": "S"}, {"chosen": [ASKED, YES], "rejected": [ASKED, NO]}]
+    rows = [LEFT[0], {**LEFT[1], "system": "S"}, {"chosen": [NO, ASKED, YES], "rejected": [ASKED, NO]}]
     path = write_rows(tmp_path / "prompts.jsonl", rows)
     options = RegenerateOptions(
         prompts=path, output=tmp_path / "out.jsonl", target=str(tmp_path / "target"), max_new_tokens=2, temperature=0.0
     )
     run_regenerate(options, standard_output(file=output, width=500))
-    assert output.getvalue().count("columns that are not read") == 1 and f"{REPORT} and" in output.getvalue()
+    assert output.getvalue().count("content that is not read") == 1 and f"{REPORT} and" in output.getvalue()
+    assert f" and {GREETED} (1 rows);" in output.getvalue()
     assert '{"role": "system", "content": "S"}' in options.output.read_text()
 
 
@@ -242,6 +255,7 @@ def test_regenerate_reports_columns_too_and_the_target_hears_the_system_message(
         ({"chosen": [ASKED, NO, ASKED, YES], "rejected": [ASKED, NO]}, ["Hi", "Hi"]),
         ({"turns": ["A", "Hi"], "system": "S"}, ["SA", "Hi"]),
         ({"messages": [ASKED, ASKED]}, ["Hi", "Hi"]),
+        ({"system": "S", "messages": [NO, ASKED, YES]}, ["SHi"]),
     ],
 )
 def test_prompts_to_answer_are_read_in_the_same_way(tmp_path: Path, row: dict[str, Any], turns: list[str]) -> None:

@@ -150,8 +150,9 @@ class DraftState:
 
     def step(self, tokens: Int[Tensor, " rows"]) -> Float[Tensor, "rows vocab"]:
         """Run one more token in each row, and return the logits after it."""
-        known = tokens.clamp(max=self.draft.vocab_size - 1)
-        return self.over_target_vocabulary(self.draft.step(known, self.cache).logits)
+        if self.draft.vocab_size < self._vocab_size:
+            tokens = tokens.clamp(max=self.draft.vocab_size - 1)
+        return self.over_target_vocabulary(self.draft.step(tokens, self.cache).logits)
 
     def run_level(self, trees: Sequence[TokenTree], first: Sequence[int]) -> list[Tensor]:
         """Run the nodes of each tree, starting at node ``first[row]``; return their logits, of shape (nodes, vocab),
@@ -219,9 +220,9 @@ class DraftModelSession(StateSession):
         def after(depth: int, rows: Tensor, tokens: Tensor) -> ChildLogits:
             if depth == 0:
                 return ChildLogits(root, rows)
-            every = tokens.new_zeros(len(requests))  # a chain that has ended runs a dummy token
-            every[rows] = tokens
-            return ChildLogits(self._state.step(every), rows)
+            if len(rows) < len(requests):  # a chain that has ended runs a dummy token
+                tokens = tokens.new_zeros(len(requests)).index_copy(0, rows, tokens)
+            return ChildLogits(self._state.step(tokens), rows)
 
         proposals = self._growth.propose(requests, after, self._state.rows)
         trees = [proposal.tree for proposal in proposals]

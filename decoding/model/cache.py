@@ -7,6 +7,7 @@ each row's committed prefix, attention reads views of the buffers, and `commit` 
 
 import itertools
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import proxy
@@ -19,6 +20,12 @@ from decoding.errors import UserError
 from decoding.rules.tree import common_length
 
 _BUFFERS = itertools.count(1)
+
+
+def rounded_up(count: int) -> int:
+    """Round up a number of positions or rows by less than an eighth; between two powers of two there are 8 results."""
+    step = 1 << max(0, count.bit_length() - 4)
+    return -(-count // step) * step
 
 
 @dataclass(frozen=True)
@@ -113,9 +120,9 @@ class PreallocatedLayer(CacheLayerMixin):
 class PreallocatedCache(Cache):
     """Keys and values of every layer and row in two stacked buffers per device, allocated at first use.
 
-    ``capacity`` is the initial size in positions, not a limit: a longer text doubles the buffers (one copy, amortised).
-    Sliding-window layers also keep all positions, and the mask applies the window; rejected tokens can therefore always
-    be dropped.
+    ``capacity`` is a number of positions, not a limit: a longer text makes the buffers grow as in `rounded_up`. After
+    `restart` the buffers may be larger than ``rows`` and ``capacity``. Sliding-window layers also keep all positions,
+    and the mask applies the window; rejected tokens can therefore always be dropped.
 
     ``lengths[row]`` is the number of cached positions of a row. ``text`` contains the tokens of row 0 whose keys are
     certainly cached. ``states`` are the target's states after the layers that a drafter reads (taps), at these tokens
@@ -190,7 +197,7 @@ class PreallocatedCache(Cache):
         """Make room for ``needed`` positions in each row."""
         if needed > self.capacity:
             self._grow(needed)
-        elif self._handed_out is not self._held:
+        if self._handed_out is not self._held:
             self._hand_out_views()
 
     @property
@@ -198,10 +205,27 @@ class PreallocatedCache(Cache):
         """Device of the first layer's buffers; None before the first block."""
         return self._held[0].keys.device if self._held else None
 
-    def restart(self, capacity: int) -> None:
-        """Drop all texts and lease the buffers to a new generation, with room for ``capacity``; older leases end."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PreallocatedCache":
+        copied = type(self).__new__(type(self))
+        # The layers' references to their cache are weak, which deepcopy cannot copy.
+        memo |= {id(self): copied, **{id(layer._owner): proxy(copied) for layer in self._own_layers}}
+        copied.__dict__.update(deepcopy(self.__dict__, memo))
+        copied.buffers = next(_BUFFERS)
+        return copied
+
+    def fits(self, capacity: int, rows: int) -> bool:
+        """Return True if the buffers have room for ``rows`` texts of ``capacity`` positions, or do not exist yet."""
+        buffers = (buffer for held in self._held for buffer in (held.keys, held.values))
+        return all(buffer.shape[1] >= rows and buffer.shape[-2] >= capacity for buffer in buffers)
+
+    def restart(self, capacity: int, rows: int) -> None:
+        """Drop all texts and lease the buffers, if they fit, to a new generation; older leases end.
+
+        The generation uses no more than this capacity and these rows, so that the shapes of its steps do not depend on
+        earlier generations.
+        """
         self.lease += 1
-        self.lengths = [0] * self.rows
+        self.capacity, self.rows, self.lengths = capacity, rows, [0] * rows
         self.block, self.text, self.states = None, [], []
         self.reserve(capacity)
 
@@ -233,14 +257,12 @@ class PreallocatedCache(Cache):
         return like.new_zeros(layers, self.rows, heads, capacity, dim, device=device)
 
     def _grow(self, needed: int) -> None:
-        """Double the buffers until ``needed`` positions fit, and copy their content.
+        """Make the buffers large enough for ``needed`` positions, and copy their content.
 
         Buffers grow one by one, so that at most one of them exists twice. ``capacity`` is set last: after an earlier
         error (out of memory) the cache is still usable.
         """
-        capacity = self.capacity
-        while capacity < needed:
-            capacity *= 2
+        capacity = rounded_up(needed)
         for number in range(len(self._held)):
             for name in ("keys", "values"):
                 self._grow_buffer(number, name, capacity)
@@ -250,10 +272,10 @@ class PreallocatedCache(Cache):
         """Replace a device's keys or values by a copy with room for ``capacity`` positions; free the old buffer."""
         old: Tensor = getattr(self._held[number], name)
         layers, _, _, held, _ = old.shape
-        if held >= capacity:  # the buffer grew before an error
+        if held >= capacity:  # the buffer grew before an error or for an earlier generation
             return
         new = self._new_buffer(old, layers, capacity, old.device)
-        new[..., :held, :] = old
+        new[..., :held, :] = old[:, : self.rows]
         grown = self._held[number]._replace(**{name: new})
         self._held = (*self._held[:number], grown, *self._held[number + 1 :])
         self._hand_out_views()

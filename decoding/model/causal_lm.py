@@ -19,12 +19,12 @@ from decoding.model.architecture import (
     why_unfit,
     windows,
 )
-from decoding.model.cache import PreallocatedCache
+from decoding.model.cache import PreallocatedCache, rounded_up
 from decoding.model.dynamic import DynamicSteps, TreeMasks, last_of
 from decoding.model.forward import ModelOutput, leave_out_cudnn, run_model
 from decoding.model.invariant import BatchInvariant
 from decoding.model.sequential import SequentialSteps
-from decoding.model.static import StaticSteps, row_bucket
+from decoding.model.static import StaticSteps
 from decoding.model.turns import CacheHolder, CacheTurns, lock_of
 from decoding.rules.tree import TokenTree
 
@@ -158,13 +158,16 @@ class CausalLM:
         if self._static is None:
             return PreallocatedCache(self.num_layers, capacity, rows, self._key_devices)
         self.turns.take(generation)
-        capacity, rows = self._static.capacity(capacity), row_bucket(rows)
+        capacity, rows = self._static.capacity(capacity), rounded_up(rows)
         with self.lock:
-            if self._static_cache is None or self._static_cache.rows < rows:
+            held = self._static_cache
+            if held is None or not held.fits(capacity, rows):
+                if held is not None:
+                    held.take()  # a generation on the old buffers ends
                 self._static.drop_graphs()  # frees the old buffers before the new ones are allocated
-                self._static_cache = PreallocatedCache(self.num_layers, capacity, rows)
-            self._static_cache.restart(capacity)
-            return self._static_cache
+                held = self._static_cache = PreallocatedCache(self.num_layers, capacity, rows)
+            held.restart(capacity, rows)
+            return held
 
     @torch.inference_mode()
     def prefill(

@@ -7,7 +7,7 @@ SpecForge and z-lab in a ``dflash_config``) counts layers from 0. ``aux_hidden_s
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -186,7 +186,7 @@ class DSparkConfig:
         if self.rope_scaling:
             scaled, factor = self._scaled
             return scaled.to(device, non_blocking=True), factor
-        return self.rope_theta ** -(torch.arange(0, self.head_dim, 2, device=device).float() / self.head_dim), 1.0
+        return _frequencies(self.rope_theta, self.head_dim, device), 1.0
 
     @property
     def sights(self) -> tuple[Sight, ...]:
@@ -252,6 +252,12 @@ class DSparkConfig:
             "layer_types": self.layer_types or [_FULL] * self.num_hidden_layers,
             "headstart": {"tree": tree},
         }
+
+
+@lru_cache(maxsize=16)
+def _frequencies(theta: float, head_dim: int, device: torch.device) -> Float[Tensor, " pairs"]:
+    """Return the unscaled frequencies, which every pass of a draft needs, in the same tensor each time."""
+    return theta ** -(torch.arange(0, head_dim, 2, device=device).float() / head_dim)
 
 
 def is_dspark_folder(folder: Path) -> bool:

@@ -225,7 +225,7 @@ def stacked(parts: Sequence[Tensor], size: int, device: torch.device) -> Tensor:
     """Stack the parts to (rows, size, …) on a device, with shorter parts padded by zeros."""
     parts = [part if part.device == device else part.to(device, non_blocking=True) for part in parts]
     if all(len(part) == size for part in parts):
-        return torch.stack(list(parts))
+        return parts[0][None] if len(parts) == 1 else torch.stack(parts)
     padded = pad_sequence(list(parts), batch_first=True)
     if not (missing := size - padded.shape[1]):
         return padded

@@ -132,7 +132,7 @@ def model_without_weights(folder: Path, dtype: torch.dtype, trust_remote_code: b
     return model
 
 
-def _stored_generation_config(name: str, trust_remote_code: bool) -> GenerationConfig | None:
+def stored_generation_config(name: str, trust_remote_code: bool) -> GenerationConfig | None:
     """Return the generation config that transformers sets for a stored model; None for a folder without a model."""
     folder = _that_or_base(local_folder(name, weights=False), "config.json")
     if (folder / "generation_config.json").is_file():
@@ -331,7 +331,7 @@ def eos_token_ids(
     Training, decoding and exports all use this function. ``model`` may be a folder or ORG/NAME[@REVISION]; such a
     folder or repository need not contain a model.
     """
-    own = _stored_generation_config(model, trust_remote_code) if isinstance(model, str) else model.generation_config
+    own = stored_generation_config(model, trust_remote_code) if isinstance(model, str) else model.generation_config
     configured: Any = None if own is None else own.eos_token_id
     if configured is None and tokenizer is not None:
         configured = tokenizer.eos_token_id

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from decoding.errors import UserError
 from decoding.model.architecture import STATIC_MODES, why_not_static
-from decoding.model.cache import PreallocatedCache
+from decoding.model.cache import PreallocatedCache, rounded_up
 from decoding.model.dynamic import DynamicSteps, TreeMasks, blocked_keys, stacked
 from decoding.model.forward import ModelOutput, run_model
 from decoding.rules.tree import TokenTree, TreeShape
@@ -48,11 +48,7 @@ class Size(NamedTuple):
 
 
 def row_bucket(rows: int) -> int:
-    """Round up a number of rows to a power of two.
-
-    Caches have this number of rows. Otherwise a step's shape, and in bf16 its rounding, would depend on the cache's
-    earlier batches.
-    """
+    """Round up a number of rows to a power of two. A step has this number of rows, or all rows of its cache."""
     return 1 << (rows - 1).bit_length()
 
 
@@ -69,7 +65,8 @@ def node_bucket(rows: int, nodes: int) -> int:
 def key_bucket(keys: int) -> int:
     """Round a number of keys up to the next power of two or 3/4 of a power of two; the smallest result is 256.
 
-    Each bucket has separate graphs. A text that grows from 256 keys to 32k uses 15 buckets.
+    A step reads this number of keys, or all keys of a smaller cache. Each bucket has separate graphs. A text that grows
+    from 256 keys to 32k uses 15 buckets.
     """
     power = max(_KEY_BUCKET, 1 << (keys - 1).bit_length())
     return power * 3 // 4 if power > _KEY_BUCKET and keys <= power * 3 // 4 else power
@@ -188,8 +185,11 @@ class StaticSteps:
         self._steps, self.pool = {}, None
 
     def capacity(self, wanted: int) -> int:
-        """Return the capacity with which a cache for ``wanted`` positions never grows because of padding."""
-        return key_bucket(wanted + NODE_BUCKETS[-1])
+        """Return the capacity with which a cache for ``wanted`` positions never grows because of padding.
+
+        It need not be a bucket: buffers for 32 texts of an 8B model take 4 GiB for each 1,024 positions.
+        """
+        return max(_KEY_BUCKET, rounded_up(wanted + NODE_BUCKETS[-1]))
 
     def fits(self, trees: Sequence[TokenTree]) -> bool:
         """Return True if steps still have fixed shapes and the largest tree fits into the largest bucket."""

@@ -85,71 +85,73 @@ def walk(batch: Undecided) -> Int[Tensor, "rows 3"]:
     walking = torch.ones_like(roots, dtype=torch.bool)
     for depth in range(deepest + 1):
         here = _still(walking)
-        if not len(here):
-            break
         at, walks = node[here], walking[here]
+        if not len(at):
+            break
         drawn = inverse_cdf(batch.target(roots[here] + at), uniforms[here, depth])
         holds = (parents[here] == at[:, None]) & (tokens[here] == drawn[:, None])
-        walking[here] = follows = walks & holds.any(1)
-        node[here] = torch.where(follows, holds.int().argmax(1), at)  # the first child with the token
+        follows = walks & holds.any(1)
         token[here] = torch.where(walks, drawn, token[here])
-        taken[here] += walks
+        taken[here] = taken[here] + walks
+        node[here] = torch.where(follows, holds.int().argmax(1), at)  # the first child with the token
+        walking[here] = follows  # at last, because ``walks`` may be a view of it
     return torch.stack([node, token, taken], dim=1)
 
 
-def _still(walking: Bool[Tensor, " rows"]) -> Int[Tensor, " some"]:
+def _still(walking: Bool[Tensor, " rows"]) -> Int[Tensor, " some"] | slice:
     """Return the rows that are not finished, or all rows if selecting them would wait for a device."""
-    return walking.nonzero().squeeze(1) if walking.is_cpu else torch.arange(len(walking), device=walking.device)
+    return walking.nonzero().squeeze(1) if walking.is_cpu else slice(None)
 
 
-class _Try(NamedTuple):
-    """A child for which a random number decides, and the index of the row of q from which it was drawn (-1: all mass is
-    on the child's token).
+@lru_cache(maxsize=64)
+def _groups(
+    of_rows: tuple[tuple[TreeShape, int, ProposalKind], ...], size: int, by_depth: bool, device: torch.device
+) -> list[tuple[Int[Tensor, " some"], ...]]:
+    """List the groups of children for `_siblings`. They follow from the shape, the number of drawn nodes (with the
+    root; 0: none) and the kind of each row, so equal steps copy nothing to the device.
+
+    A group has six parts: parents, children, the indices in the group of the children that were drawn from q, and their
+    rows of q (all mass of any other child's q is on its token); then the same two parts for those drawn children whose
+    token leaves q before the next sibling is drawn.
     """
-
-    parent: int
-    child: int
-    q_row: int
-    leaves_q: bool
-    """True if later siblings are drawn from q after this child's token is removed from q."""
-
-
-class _Siblings(NamedTuple):
-    """Children of one rank, with their parents, their tokens, and the q of each child given the siblings before it."""
-
-    parents: Int[Tensor, " pairs"]
-    children: Int[Tensor, " pairs"]
-    token: Int[Tensor, "pairs 1"]
-    q: Float[Tensor, "pairs vocab"]
-
-
-def _siblings(batch: Undecided, like: Float[Tensor, "flat vocab"], by_depth: bool) -> Iterator[_Siblings]:
-    """Yield all children in draw order, rank by rank; with ``by_depth``, depth by depth, and rank by rank within a
-    depth.
-    """
-    tokens, above = batch.tokens(), 0
-    groups: dict[tuple[int, int], list[_Try]] = {}
-    for row, proposal in enumerate(batch.proposals):
-        shape, first = proposal.tree.shape, row * tokens.shape[1]
-        drawn, kind = proposal.drawn or (0 if proposal.q is None else len(shape), proposal.kind)
+    groups: dict[tuple[int, int], tuple[list[int], ...]] = {}
+    above = 0
+    for row, (shape, drawn, kind) in enumerate(of_rows):
+        inner = shape.keep(range(drawn)).inner if drawn else {}
         for node, children in enumerate(shape.children):
             for rank, child in enumerate(children):
-                q_row = above + proposal.q_rows[node] if child < drawn else -1
-                leaves = kind is ProposalKind.SAMPLED_WITHOUT_REPLACEMENT and q_row >= 0 and child != children[-1]
-                group = groups.setdefault((shape.depths[node] * by_depth, rank), [])
-                group.append(_Try(first + node, first + child, q_row, leaves))
-        above += 0 if proposal.q is None else len(proposal.q)
-    left = torch.cat([like[:0], *(proposal.q.to(like) for proposal in batch.proposals if proposal.q is not None)])
-    for _, tries in sorted(groups.items()):
-        below = batch.sent([attempt.child for attempt in tries])
-        token = tokens.flatten()[below][:, None]
-        q = torch.zeros_like(like[: len(tries)]).scatter_(1, token, 1)
-        if rows := [index for index, attempt in enumerate(tries) if attempt.q_row >= 0]:
-            q[batch.sent(rows)] = left[batch.sent([tries[row].q_row for row in rows])]
-        yield _Siblings(batch.sent([attempt.parent for attempt in tries]), below, token, q)
-        if rows := [index for index, attempt in enumerate(tries) if attempt.leaves_q]:
-            rest = q[at := batch.sent(rows)].scatter(1, token[at], 0)
-            left[batch.sent([tries[row].q_row for row in rows])] = rest / rest.sum(-1, keepdim=True)
+                group = groups.setdefault((shape.depths[node] * by_depth, rank), tuple([] for _ in range(6)))
+                is_left = kind is ProposalKind.SAMPLED_WITHOUT_REPLACEMENT and child != children[-1]
+                for part in (2, 4)[: (child < drawn) * (1 + is_left)]:
+                    group[part].append(len(group[0]))
+                    group[part + 1].append(above + inner[node])
+                group[0].append(row * size + node)
+                group[1].append(row * size + child)
+        above += len(inner)
+    sent = partial(torch.tensor, dtype=torch.long)
+    return [tuple(sent(part).to(device, non_blocking=True) for part in groups[key]) for key in sorted(groups)]
+
+
+def _siblings(batch: Undecided, like: Float[Tensor, "flat vocab"], by_depth: bool) -> Iterator[tuple[Tensor, ...]]:
+    """Yield all children in draw order, rank by rank; with ``by_depth``, depth by depth, and rank by rank within a
+    depth. Each entry has the parents and the children, both (pairs,), the children's tokens, (pairs, 1), and the q of
+    each child given the siblings before it, (pairs, vocab).
+    """
+    tokens = batch.tokens()
+    left = torch.cat([like[:0], *(row.q.to(like) for row in batch.proposals if row.q is not None)])
+    of_rows = tuple(
+        (row.tree.shape, *(row.drawn or (0 if row.q is None else len(row.tree), row.kind))) for row in batch.proposals
+    )
+    groups = _groups(of_rows, tokens.shape[1], by_depth, batch.device)
+    for parents, children, drawn, q_rows, leaving, left_rows in groups:
+        token = tokens.flatten()[children][:, None]
+        q = torch.zeros_like(like[: len(token)]).scatter_(1, token, 1)
+        if len(drawn):
+            q[drawn] = left[q_rows]
+        yield parents, children, token, q
+        if len(leaving):
+            rest = q[leaving].scatter(1, token[leaving], 0)
+            left[left_rows] = rest / rest.sum(-1, keepdim=True)
 
 
 def reject(batch: Undecided) -> Int[Tensor, "rows 3"]:

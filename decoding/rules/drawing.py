@@ -149,4 +149,4 @@ def draw_rows_without_replacement(
         if columns:  # a copy, because the caller keeps the weights and the first draw reads them all
             weights = weights.scatter(1, columns[-1].clamp(max=weights.shape[1] - 1)[:, None], 0)
         columns.append(inverse_cdf(weights, column))
-    return torch.stack(columns, dim=1)
+    return columns[0][:, None] if len(columns) == 1 else torch.stack(columns, dim=1)

@@ -125,18 +125,20 @@ def test_a_stream_that_nobody_reads_on_keeps_nobody_waiting_and_goes_on_where_it
     assert tuple(token for step in [*first, *stream] for token in step.tokens) == right[0]
 
 
+@pytest.mark.parametrize("rows", [1, 2], ids=["same buffers", "larger buffers"])
 def test_a_static_model_ends_a_stream_that_nobody_reads_when_another_call_has_waited(
-    monkeypatch: pytest.MonkeyPatch,
+    rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft = models("eager")
     engine = Engine(target, DraftModelDrafter(draft, 3))
     right = naive_greedy(target.model, PROMPTS[1], TOKENS)
     stream = engine.steps(PROMPTS[0], DecodingConfig(TOKENS))
-    in_threads(1, lambda number: [next(stream)])
+    in_threads(1, lambda number: [next(stream), next(stream)])  # target and draft have their buffers
     monkeypatch.setattr(turns, "PATIENCE", 0.0)
+    prompts = [PROMPTS[1]] * rows
     with pytest.warns(UserWarning, match="a stream was ended because nobody read it for 0 seconds"):
-        found = in_threads(1, lambda number: [engine.decode(PROMPTS[1], DecodingConfig(TOKENS)).tokens])
-    assert found == [[right]]
+        found = in_threads(1, lambda number: [*engine.decode(prompts, DecodingConfig(TOKENS), batch_size=rows)])
+    assert [text.tokens for text in found[0]] == [right] * rows
     with pytest.raises(ValueError, match="another generation has begun on this cache"):
         list(stream)
 

@@ -22,6 +22,7 @@ from tiny_training import write_rows
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decoding.drafters import DraftModelDrafter
+from decoding.errors import UserError
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from trainer.commands.check_options import DiagnoseOptions
@@ -190,6 +191,15 @@ def test_the_tools_of_a_prompt_are_sent_to_the_server_and_rendered_here(desk: De
     assert [request.body.get("tools") for request in endpoint.requests if "messages" in request.body] == [tools]
 
 
+def test_a_server_without_a_parser_of_calls_is_named_with_its_options(desk: Desk, tmp_path: Path) -> None:
+    told = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'  # vLLM's message
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "hi", "tools": [{"name": "f"}]}])
+    with serve(lambda request: (400, {"error": {"message": told}})) as endpoint:
+        asked = {"endpoint": endpoint.address, "model": "tiny", "prompts": prompts}
+        with pytest.raises(UserError, match=r"127.* rejects prompts with tools, .* no parser .*: start vLLM"):
+            diagnosed(desk, **asked)
+
+
 @pytest.fixture
 def broken(desk: Desk, tmp_path: Path) -> Path:
     """Return a copy of the exported folder, which a test may damage."""
@@ -289,20 +299,3 @@ def test_an_export_of_another_kind_is_refused_before_anything_is_compared(desk: 
         diagnosed(desk, speculator=f"heads:{tmp_path / 'heads'}", target="/nowhere/at/all")
     with pytest.raises(ValueError, match=r"heads contains heads, but draft:.* of kind draft: use the exported folder"):
         diagnosed(desk, exported=tmp_path / "heads", target="/nowhere/at/all")
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"endpoint": "http://127.0.0.1:1/v1"}, "pass it as --model"),
-        ({"model": "tiny"}, "--model tiny needs an --endpoint"),
-        ({"exported": Path("nowhere")}, "a server cannot load nowhere"),
-        ({"speculator": "lookup"}, "does not have trained weights"),
-        ({"metrics": "nowhere.txt"}, "neither a file nor an address"),
-        ({"metrics": "http://zoe:secret@127.0.0.1"}, "--metrics cannot be read (InvalidURL)"),
-        ({"prompts": "nowhere.jsonl"}, "nowhere.jsonl"),
-    ],
-)
-def test_bad_input_is_refused_before_the_target_is_read(changes: dict[str, Any], sentence: str, desk: Desk) -> None:
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        diagnosed(desk, target="/nowhere/at/all", **changes)

@@ -1,4 +1,6 @@
-"""Exit codes of real processes, the sentence with which each process ends, and the page that lists the codes."""
+"""Exit codes of real processes, the sentence with which each process ends, the page that lists the codes, and what
+must be found before a target is loaded, which may take minutes.
+"""
 
 import re
 import shlex
@@ -9,7 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_cli import COMMANDS, examples
+from test_cli import COMMANDS, examples, run
+from tiny_models import tiny_model
+from tiny_tokenizer import byte_tokenizer
+from tiny_training import write_rows
 from typer.testing import CliRunner
 
 from trainer.cli import app
@@ -146,3 +151,80 @@ def test_the_page_and_the_help_list_every_code() -> None:
     rows = re.findall(r"^\| (\d+) \| (.*?) \| (.*) \|$", page, re.MULTILINE)
     assert rows == [(str(code.value), code.short, code.meaning) for code in ExitCode]
     assert exit_code_line().startswith("0 done, 1 a check failed, 2 bad input, 70 ")
+
+
+# --- before a target is loaded ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a target without weights, whose template rejects system messages, a draft, and files of prompts."""
+    folder = tmp_path_factory.mktemp("folder")
+    rejecting = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    byte_tokenizer(rejecting + "{{ m.content }}{% endfor %}").save_pretrained(folder / "target")
+    tiny_model(vocab=128).save_pretrained(folder / "draft")
+    write_rows(folder / "good.jsonl", [{"prompt": "a"}] * 3)
+    write_rows(folder / "system.jsonl", [{"prompt": "a", "system": "S"}])
+    write_rows(folder / "wording.jsonl", [{"wording": "a"}] * 3)
+    three = '{"prompt": "a"}\n{"prompt": 3}\n\n{"prompt"\n{"wording": "b"}\n'
+    (folder / "three.jsonl").write_text(three)
+    (folder / "many.jsonl").write_text(three + "1\n" * 99)
+    return folder
+
+
+EVALUATE, PLAN = "evaluate --output out --prompts", "plan --output out --prompts good.jsonl"
+VERIFY, SERVED = "verify --prompts", "verify --prompts none.jsonl --model m --endpoint"
+DIAGNOSE = "diagnose draft:draft --prompts"
+REGENERATE, CHOSEN = (f"regenerate --output out --target target --prompts{name}" for name in ("", " none.jsonl"))
+ASKED = "regenerate --output out --model m --prompts none.jsonl --endpoint"
+REJECTED = "the chat template rejects this prompt: no system"
+THREE = "three.jsonl has 3 rows that are not prompts, and the first error is: three.jsonl, line 2: field 'prompt' "
+THREE += "contains int, not text or messages: correct or remove these lines: 2, 4, 5$"
+FOUND = {
+    f"{EVALUATE} system.jsonl": REJECTED,
+    f"{EVALUATE} good.jsonl --task c": "--task is 'c', but",
+    f"{PLAN} --drafter lookup --drafter lookup": "--drafter lookup is given twice",
+    f"{PLAN} --drafter lookup --batch-size much": "'--batch-size': much is not a",
+    f"{VERIFY} none.jsonl": "none.jsonl is not there",
+    f"{VERIFY} system.jsonl": REJECTED,
+    f"{VERIFY} none.jsonl --top-p 2": "'--top-p': Input should be less than or equal to 1",
+    f"{VERIFY} none.jsonl --model m": "--model m needs an --endpoint",
+    f"{VERIFY} none.jsonl --temperature 0 --rule token": "needs sampling",
+    f"{SERVED} http://x/v1 --rule token": "--drafter and --rule do nothing",
+    f"{SERVED} nowhere": "--endpoint is not a server's address",
+    "chat --rule none-such": "no rule is called 'none-such'",
+    'chat --chat-template-kwargs {"a":1}': "chat_template_kwargs has a, which the chat template does not read: omit it",
+    f"{DIAGNOSE} none.jsonl --endpoint http://x/v1": "pass it as --model",
+    f"{DIAGNOSE} none.jsonl --exported nowhere": "a server cannot load nowhere",
+    "diagnose lookup --prompts none.jsonl": "does not have trained weights",
+    f"{DIAGNOSE} system.jsonl": REJECTED,
+    f"{DIAGNOSE} good.jsonl --metrics nowhere.txt": "neither a file nor an address",
+    f"{DIAGNOSE} good.jsonl --metrics http://zoe:secret@127.0.0.1": r"--metrics cannot be read \(InvalidURL\)",
+    "realign --draft draft --output out --prompts three.jsonl": THREE,
+    "regenerate --output out --prompts none.jsonl": "--target to decode in this process, or --endpoint",
+    f"{ASKED} http://x/v1 --drafter lookup": "--drafter does nothing with --endpoint",
+    f"{ASKED} http://x/v1,nowhere": "--endpoint is not a server's address",
+    f"{REGENERATE} self:9,turns=2 --endpoint http://x/v1 --model m": "a server writes first turns only",
+    f"{CHOSEN} --chat-template-kwargs []": r"chat_template_kwargs is \[\]: pass a JSON object",
+    f"{CHOSEN} --timeout 3": "--timeout does nothing without --endpoint",
+    f"{CHOSEN} --top-p 2": "top_p is 2.0: use",
+    f"{CHOSEN} --drafter nothing": "no drafter is called 'nothing'",
+    f"{CHOSEN} --dtype int3": "int3",
+    "regenerate --output draft --target target --prompts none.jsonl": "--output draft is a folder: name a .jsonl file",
+    f"{REGENERATE} good.jsonl --n 2": "n is 2, but at temperature 0 all answers are equal",
+    f"{REGENERATE} three.jsonl": THREE,
+    f"{REGENERATE} self:9,except=three.jsonl": THREE,
+    f"{REGENERATE} many.jsonl": " has 102 rows .*: correct or remove these lines: 2, 4, 5, 6, 7, .*, …$",
+    f"{REGENERATE} wording.jsonl": "has 3 rows .*; it has wording: rename the prompt's field, or name it with",
+}
+
+
+@pytest.mark.parametrize("words", FOUND)
+def test_what_is_wrong_in_options_and_files_is_found_before_a_target_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    monkeypatch.setattr("trainer.commands.models.load_model", lambda *_, **__: pytest.fail("it loads the target"))
+    monkeypatch.chdir(folder)
+    code, said = run(*words.split(), *([] if words.startswith("regenerate") else ["--target", "target"]))
+    assert code == ExitCode.BAD_INPUT and re.search(FOUND[words], said)
+    assert not (folder / "out").is_file()

@@ -114,8 +114,8 @@ def test_long_blocks_of_a_ragged_batch_are_appended_in_pieces(family: str, monke
     model = CausalLM(tiny_model(family))
     texts = [[place % 16 for place in range(17)], [7, 9, 2], [(place * place) % 16 for place in range(9)]]
     held = [3, 2, 1]
-    expected = model.prefill(texts, model.new_cache(32, 3))
-    cache = model.new_cache(32, 3)
+    whole, cache = model.new_cache(32, 3), model.new_cache(32, 3)
+    expected = model.prefill(texts, whole)
     model.prefill([text[:count] for text, count in zip(texts, held, strict=True)], cache)
     masks: list[tuple[int, ...]] = []
     handle = model.model.register_forward_pre_hook(
@@ -127,11 +127,5 @@ def test_long_blocks_of_a_ragged_batch_are_appended_in_pieces(family: str, monke
     assert cache.lengths == [17, 3, 9]
     torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=2e-5)
     torch.testing.assert_close(found.hidden, expected.hidden, rtol=0, atol=2e-5)
-    nexts = [model.step(torch.tensor([4, 5, 6]), each).logits for each in (cache, refilled(model, texts))]
+    nexts = [model.step(torch.tensor([4, 5, 6]), each).logits for each in (cache, whole)]
     torch.testing.assert_close(*nexts, rtol=0, atol=2e-5)
-
-
-def refilled(model: CausalLM, texts: list[list[int]]) -> PreallocatedCache:
-    cache = model.new_cache(32, len(texts))
-    model.prefill(texts, cache)
-    return cache

@@ -172,19 +172,6 @@ def test_a_plan_with_other_weights_is_refused_and_one_of_another_machine_is_told
         chosen(tmp_path / "missing.json", models)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (("--drafter", "lookup", "--drafter", "lookup"), "--drafter lookup is given twice"),
-        (("--drafter", "lookup", "--batch-size", "much"), "'--batch-size': much is not a"),
-        (("--drafter", "nothing"), "no drafter is called 'nothing'"),
-    ],
-)
-def test_a_mistake_is_found_before_the_target_is_read(given: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    code, output = run("plan", "--target", "nowhere", "--prompts", "none.jsonl", "--output", str(tmp_path), *given)
-    assert code == 2 and message in output
-
-
 def test_an_export_takes_the_planned_tree_and_tells_the_depths(models: Path, plan_path: Path, tmp_path: Path) -> None:
     content = content_of(plan_path)
     for cell in content["cells"]:

@@ -6,6 +6,7 @@ The target counts: after token x comes x + 1. In its tokenizer a to l are 4 to 1
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -21,7 +22,6 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from decoding.drafters.base import DraftRequest
 from decoding.drafters.draft_model import DraftModelSession
-from decoding.errors import UserError
 from decoding.model.heads import MedusaConfig, MedusaHeads
 from decoding.model.loading import load_tokenizer
 from decoding.rules.tree import Proposal
@@ -155,6 +155,16 @@ def test_an_answer_that_is_cut_off_is_marked_and_ends_its_conversation(models: P
     assert summary.truncated == 1 and summary.unasked == 1  # no request follows half an answer
 
 
+def test_many_answers_that_are_cut_off_are_reported_early_and_once(models: Path, tmp_path: Path) -> None:
+    for count, early in ((31, []), (40, ["32 of 32"])):
+        (folder := tmp_path / str(count)).mkdir()
+        said = io.StringIO()
+        chosen = options(folder, models / "plain", ["a"] * count, max_new_tokens=1)
+        run_regenerate(chosen, Console(file=said, width=1000))
+        assert re.findall(r"warning: (\d+ of \d+) answers were cut off so far: start again", said.getvalue()) == early
+        assert said.getvalue().count("warning: 100.0% of the answers were cut off at 1 tokens: raise") == 1
+
+
 def test_an_answer_that_training_would_refuse_is_set_aside(tmp_path: Path) -> None:
     conversation = OpenConversation(AnswerKey(1, 0), 0, (({"role": "user", "content": "a"},),), chat=True)
     with AnswerFile(tmp_path / "answers.jsonl", {}, {}) as answers:
@@ -191,24 +201,6 @@ def test_a_later_turn_beyond_the_targets_context_ends_the_conversation_and_the_a
 ) -> None:
     summary = regenerate(options(tmp_path, models / "chat", [["j", "a " * 90]]))
     assert contents(*rows(tmp_path / "answers.jsonl")) == ["j", "k l"] and (summary.unasked, summary.failed) == (1, 0)
-
-
-@pytest.mark.parametrize(
-    ("prompts", "complaint"),
-    [
-        ([{"prompt": "a"}, {"prompt": 3}, {}], r"line 2: field 'prompt' contains int.*; 2 rows cannot be used$"),
-        ([{"prompt": 3}], r"line 1: field 'prompt' contains int, not text or messages$"),
-        (None, r"prompts\.jsonl is not there: use a \.jsonl file"),
-    ],
-)
-def test_prompts_are_checked_before_the_target_is_loaded(
-    prompts: list[dict[str, Any]] | None, complaint: str, tmp_path: Path
-) -> None:
-    source = tmp_path / "prompts.jsonl"
-    if prompts is not None:
-        write_rows(source, prompts)
-    with pytest.raises(UserError, match=complaint):
-        regenerate(RegenerateOptions(prompts=str(source), output=tmp_path / "answers.jsonl", target="no target"))
 
 
 def test_answers_beyond_the_drafts_context_are_decoded_without_drafts_and_the_others_with_them(
@@ -309,32 +301,6 @@ def test_two_runs_do_not_write_one_file_together(tmp_path: Path) -> None:
     with hold_file(tmp_path / "new.jsonl"), pytest.raises(ValueError, match="is being written by process"):
         AnswerFile(tmp_path / "new.jsonl", {"seed": 1}, {})
     assert not list(tmp_path.glob("new*")), "not even its settings"
-
-
-# --- what is asked --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"target": None}, "--target to decode in this process, or --endpoint"),
-        ({"target": None, "endpoint": ["http://127.0.0.1:9/v1"]}, "pass it as --model"),
-        (
-            {"target": None, "endpoint": ["http://127.0.0.1:9/v1"], "model": "m", "drafter": "lookup"},
-            "--drafter does nothing with --endpoint",
-        ),
-        ({"timeout": 3.0}, "--timeout does nothing without --endpoint"),
-        ({"n": 2}, "n is 2, but at temperature 0 all answers are equal"),
-    ],
-    ids=lambda value: str(value),
-)
-def test_options_that_do_not_go_together_are_refused(
-    models: Path, tmp_path: Path, change: dict[str, Any], complaint: str
-) -> None:
-    chosen = options(tmp_path, models / "plain", ["a"])
-    with pytest.raises(ValueError, match=complaint):
-        regenerate(RegenerateOptions(**{**vars(chosen), **change}))
-    assert not (tmp_path / "answers.jsonl").exists()
 
 
 # --- tools ------------------------------------------------------------------------------------------------------------

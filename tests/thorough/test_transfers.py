@@ -30,6 +30,7 @@ from decoding.drafters.hybrid import HybridDrafter
 from decoding.generate import DecodingConfig, Engine
 from decoding.model.causal_lm import CausalLM
 from decoding.model.heads import MedusaConfig, MedusaHeads
+from decoding.rules.at_once import _groups
 from decoding.rules.sampling import SamplingConfig
 from decoding.rules.verify import RULES
 
@@ -135,3 +136,10 @@ def test_a_step_waits_for_the_device_as_often_as_is_listed(device: torch.device,
 def test_every_rule_waits_once_in_a_step(device: torch.device, rule: str) -> None:
     name = "likeliest chain" if rule == "top-k" else "chain"
     assert transfers(device, name, float(rule != "greedy"), rule) == 1
+
+
+def test_places_in_trees_of_known_shapes_are_not_copied_again(device: torch.device) -> None:
+    transfers(device, "medusa", 1.0)
+    known = _groups.cache_info().misses
+    transfers(device, "medusa", 1.0)
+    assert _groups.cache_info().misses == known and _groups.cache_info().hits >= 4

@@ -117,21 +117,3 @@ def test_a_right_server_passes_and_one_of_another_temperature_fails_with_code_on
     failed = ElementTree.parse(junit).getroot()[0].findall("testcase[failure]")
     assert "mean log-probability" in [case.get("name") for case in failed]
     assert (failed[0][0].get("message") or "").startswith("p < ")
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["verify", "--target", "t", "--prompts", "p", "--model", "m"], "--model m needs an --endpoint"),
-        (["verify", "--target", "t", "--prompts", "p", "--endpoint", "http://x/v1"], "pass it as --model"),
-        (
-            ["verify", "--target", "t", "--prompts", "p", "--endpoint", "http://x", "--model", "m", "--rule", "token"],
-            "--drafter and --rule do nothing",
-        ),
-        (["verify", "--target", "t", "--prompts", "p", "--temperature", "0", "--rule", "token"], "needs sampling"),
-        (["verify", "--target", "t", "--prompts", "p", "--rule", "none-such"], "no rule is called 'none-such'"),
-    ],
-)
-def test_bad_input_is_one_sentence_and_code_two(words: list[str], sentence: str) -> None:
-    code, output = run(*words)
-    assert code == 2 and sentence in output

@@ -17,7 +17,7 @@ from decoding.prompts import encode_prompt
 from decoding.rules.sampling import SamplingConfig
 from decoding.speculation import named_rule
 from decoding.text import Step, Tally
-from trainer.commands.models import load_models
+from trainer.commands.models import load_models, read_specs, read_tokenizer
 from trainer.commands.options import ChatOptions, DecodingOptions, GenerateOptions
 from trainer.commands.plan import asked_or_planned
 from trainer.terminal.console import say, say_error, standard_error, standard_output, waiting
@@ -69,17 +69,17 @@ def read_decoder(options: DecodingOptions) -> Decoder:
     """Load the target, and the drafter that the options or the plan name."""
     given = [] if options.drafter is None else [options.drafter]
     drafters = asked_or_planned(given, options.plan, options, (options.temperature,), (1,), standard_error())
-    with waiting(f"loading {options.target}"):
-        models = load_models(options, drafters)
-    name, loaded = next(iter(models.drafters.items()), ("plain decoding", None))
     config = DecodingConfig(
         max_new_tokens=options.max_new_tokens,
         sampling=SamplingConfig(options.temperature),
         rule=named_rule(options.rule) if options.rule else None,
-        eos_token_ids=eos_token_ids(models.target.model, models.tokenizer),
         stop_strings=tuple(options.stop or ()),
         seed=options.seed or 0,
     )
+    with waiting(f"loading {options.target}"):
+        models = load_models(options, read_specs(drafters), read_tokenizer(options.target, options))
+    config = replace(config, eos_token_ids=eos_token_ids(models.target.model, models.tokenizer))
+    name, loaded = next(iter(models.drafters.items()), ("plain decoding", None))
     policy = named_policy(default_policy(options.seed))
     engine = Engine(models.target, loaded, policy, models.tokenizer)
     return Decoder(engine, models.tokenizer, config, name)

@@ -52,8 +52,8 @@ class VerifyOptions(shared.ModelOptions):
     limit: shared.Limit = 20
     max_new_tokens: shared.MaxNewTokens = 64
     temperature: Annotated[float, Option(min=0, help="Temperature of the sampling tests; 0 skips them.")] = 1.0
-    top_k: Annotated[int, Option(min=0, help="Top-k of the sampling tests; 0 switches it off.", hidden=True)] = 0
-    top_p: Annotated[float, Option(help="Top-p of the sampling tests; 1 switches it off.", hidden=True)] = 1.0
+    top_k: Annotated[int, Option(min=0, help="Top-k of the sampling tests; 0 is off.", hidden=True)] = 0
+    top_p: Annotated[float, Option(min=0.001, max=1, help="Top-p of the sampling tests; 1 is off.", hidden=True)] = 1.0
     rule: shared.Rule = None
     draws: Annotated[int, Option(min=1, help="Number of short texts after each of two prompts.", hidden=True)] = 500
     seed: shared.Seed = 0

@@ -11,7 +11,7 @@ from decoding.errors import UserError
 from decoding.files.fingerprint import stored_fingerprint
 from decoding.files.quickstart import NAME
 from decoding.measure.redact import published_name
-from trainer.commands.models import load_models
+from trainer.commands.models import load_models, read_specs, read_tokenizer
 from trainer.commands.options import DemoOptions
 from trainer.demo.race import Models
 from trainer.export.companions import trained_for
@@ -42,7 +42,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> None:
     app = imported_app()
     socket.create_server((options.host, options.port)).close()  # reports an occupied port before models are loaded
     asked, notes = asked_drafters(options)
-    loaded = load_models(options, asked)
+    loaded = load_models(options, read_specs(asked), read_tokenizer(options.target, options))
     models = Models.of(loaded.target, loaded.tokenizer, loaded.drafters)
     models.warm_up()
     words = app.Words(published_name(options.target), examples(loaded.tokenizer), tuple(notes))

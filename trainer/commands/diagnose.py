@@ -18,7 +18,7 @@ from decoding.model.loading import eos_token_ids, load_tokenizer
 from trainer.commands.check_options import DiagnoseOptions
 from trainer.commands.findings import PRINTED, report, say_findings, summary, write_findings
 from trainer.commands.models import check_endpoint, connect, read_target
-from trainer.data.conversations import read_conversations, read_heldout
+from trainer.data.conversations import check_prompts, read_heldout, short_enough
 from trainer.servers.counters import parse_counts
 from trainer.servers.diagnosis import Replay, ServerCounts, diagnose, kind_of
 from trainer.servers.speculator import SpeculatorName, load_speculator, named_speculator
@@ -55,7 +55,6 @@ def _check(options: DiagnoseOptions) -> SpeculatorName:
     folder = options.exported
     if folder is not None and not (folder / "config.json").is_file():
         raise UserError(f"a server cannot load {folder} (config.json is missing)", "use an exported folder")
-    list(read_conversations(options.prompts, None, options.limit, 1, chat=True))
     named = named_speculator(options.speculator)
     for held in filter(None, (folder, named.folder)):
         if (kind := kind_of(held)) != named.kind:
@@ -63,6 +62,7 @@ def _check(options: DiagnoseOptions) -> SpeculatorName:
                 f"{held} contains {_HELD[kind]}, but {options.speculator} is of kind {named.kind}",
                 f"use the exported folder, or write {kind}:{named.path}",
             )
+    check_prompts(options.prompts, None, options.limit)
     return named
 
 
@@ -75,14 +75,12 @@ def _compare(options: DiagnoseOptions, named: SpeculatorName, watch: Console) ->
             given = [ServerCounts(parse_counts(text, options.model), 0.0, "; these counts may include other prompts")]
             page = None
     tokenizer = load_tokenizer(options.target, options.trust_remote_code)
-    connection = None
-    if options.endpoint is not None and options.model is not None:
-        connection = connect(options.endpoint, options.model)
+    connection = None if options.endpoint is None else connect(options.endpoint, options.model or "")
+    heldout = read_heldout(options.prompts, None, options.limit, tokenizer)
     target = read_target(options.target, options)
     speculator = load_speculator(named, target, options.trust_remote_code)
     limits = [limit for limit in (target.max_positions, speculator.max_positions) if limit is not None]
-    holds = min(limits, default=_NO_LIMIT)
-    heldout = read_heldout(options.prompts, None, options.limit, tokenizer, holds, options.max_new_tokens)
+    heldout = short_enough(heldout, min(limits, default=_NO_LIMIT), options.max_new_tokens)
     say(watch, f"{len(heldout)} prompts are short enough for target and speculator", style="dim")
     replay = Replay(
         target,

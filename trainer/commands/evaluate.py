@@ -30,7 +30,7 @@ from decoding.measure.results import Report, write_report
 from decoding.measure.samples import samples_of
 from decoding.model.loading import eos_token_ids
 from trainer.commands.findings import account
-from trainer.commands.models import LoadedModels, load_models, published_specs
+from trainer.commands.models import LoadedModels, load_models, published_specs, read_specs, read_tokenizer
 from trainer.commands.options import EvaluateOptions
 from trainer.commands.plan import asked_or_planned
 from trainer.export.companions import read_provenance
@@ -112,10 +112,13 @@ def _prepared(
     drafters = asked_or_planned(options.drafter or (), options.plan, options, temperatures, config.batch_sizes, notes)
     every = read_questions(options.prompts, options.prompt_field)
     chosen = chosen_questions(every, options, process)
-    models = load_models(options, drafters)
-    config = replace(config, eos_token_ids=eos_token_ids(models.target.model, models.tokenizer))
+    tokenizer = read_tokenizer(options.target, options)
     # If prompts have a given length, only first turns are asked, because the length of earlier answers is not known.
-    asker = Asker(chosen, models.tokenizer, all_turns=config.contexts == (None,), filler=every)
+    asker = Asker(chosen, tokenizer, all_turns=config.contexts == (None,), filler=every)
+    for index in range(len(chosen)):
+        asker.prompt(index)  # a prompt that the template rejects is reported before the target is loaded
+    models = load_models(options, read_specs(drafters), tokenizer)
+    config = replace(config, eos_token_ids=eos_token_ids(models.target.model, tokenizer))
     asker = _fitting(asker, config, models)
     _check_filled(asker, config, options.prompts)
     methods = standard_methods(models.target, models.drafters, config)
@@ -126,7 +129,7 @@ def _prepared(
         "prompts_left_out": len(chosen) - len(asker.questions),
     }
     measurement = Measurement(models.target, methods, asker, config, rank=process.rank, world=process.world)
-    return measurement, models.tokenizer, about
+    return measurement, tokenizer, about
 
 
 def _measured(

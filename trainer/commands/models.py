@@ -49,21 +49,25 @@ class LoadedModels(NamedTuple):
     specs: dict[str, DrafterSpec]
 
 
-def load_models(options: ModelOptions, drafters: Sequence[str]) -> LoadedModels:
-    """Load the target and the drafters; errors in specs are reported before the target is loaded."""
-    specs = read_specs(drafters)
-    target, trusted = read_target(options.target, options), options.trust_remote_code
-    tokenizer = load_tokenizer(options.target, trusted)
+def read_tokenizer(name: str, options: LoadingOptions) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the target of this name, and set the options' variables of the chat template."""
+    tokenizer = load_tokenizer(name, options.trust_remote_code)
     set_variables(tokenizer, getattr(options, "chat_template_kwargs", None))
-    loader = DrafterLoader(target, tokenizer, trusted)
+    return tokenizer
+
+
+def load_models(
+    options: ModelOptions, specs: Sequence[DrafterSpec], tokenizer: PreTrainedTokenizerBase
+) -> LoadedModels:
+    """Load the target and the drafters. This may take minutes, so callers read the specs, the tokenizer and the prompts
+    first.
+    """
+    target = read_target(options.target, options)
+    loader = DrafterLoader(target, tokenizer, options.trust_remote_code)
     loaded = [loader.load(spec) for spec in specs]
     labels = [drafter.label_on(target) for drafter in loaded]
-    names = _distinct(
-        [
-            f"{label} ({text})" if labels.count(label) > 1 else label
-            for label, text in zip(labels, published_specs(specs), strict=True)
-        ]
-    )
+    pairs = zip(labels, published_specs(specs), strict=True)
+    names = _distinct([f"{label} ({text})" if labels.count(label) > 1 else label for label, text in pairs])
     return LoadedModels(target, tokenizer, dict(zip(names, loaded, strict=True)), dict(zip(names, specs, strict=True)))
 
 

@@ -25,10 +25,9 @@ from decoding.measure.results import as_json
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_draft import DSparkDraft
 from decoding.model.heads import MedusaConfig, MedusaHeads
-from decoding.model.loading import eos_token_ids, load_tokenizer
-from decoding.prompts import set_variables
+from decoding.model.loading import eos_token_ids
 from trainer.commands.findings import account
-from trainer.commands.models import read_specs, read_target
+from trainer.commands.models import read_specs, read_target, read_tokenizer
 from trainer.commands.options import PlanOptions
 from trainer.commands.shared_options import ModelOptions
 from trainer.drafts.distill import drafter_of
@@ -45,8 +44,7 @@ def run_plan(options: PlanOptions, console: Console | None = None) -> dict[str, 
     """
     watched, console = console or standard_error(), console or standard_output()
     specs = read_specs(options.drafter or ())
-    tokenizer = load_tokenizer(options.target, options.trust_remote_code)
-    set_variables(tokenizer, options.chat_template_kwargs)
+    tokenizer = read_tokenizer(options.target, options)
     read = read_prompts(options.prompts, tokenizer, options.limit, options.prompt_field)
     target = read_target(options.target, options)
     config = PlanConfig(

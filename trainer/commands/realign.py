@@ -40,7 +40,7 @@ from trainer.commands.models import read_target
 from trainer.commands.options import RealignOptions, RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
 from trainer.commands.shared_options import ModelOptions
-from trainer.data.conversations import read_heldout
+from trainer.data.conversations import check_prompts, read_heldout, short_enough
 from trainer.files.folders import check_can_be_folder, hold, write_text
 from trainer.recipe.draft import DraftRecipe
 from trainer.recipe.reading import overridden, parse_recipe
@@ -82,6 +82,7 @@ def run_realign(options: RealignOptions, console: Console | None = None) -> dict
 
 
 def _realign(options: RealignOptions, recipe: DraftRecipe, console: Console, watched: Console) -> dict[str, Any]:
+    check_prompts(options.prompts, recipe.data.prompt_field, None)
     split_prompts(options)
     before = _measure(options, recipe, options.draft, watched)
     summary = "; ".join(f"{name}: {estimate(named['tokens_per_pass'])}" for name, named in before.figures.items())
@@ -204,11 +205,13 @@ def _measure(options: RealignOptions, recipe: DraftRecipe, name: str, console: C
     """Load the target and the draft, check that they fit each other, and decode the held-out prompts with them."""
     trusted, room = recipe.trust_remote_code, options.max_new_tokens
     tokenizer = load_tokenizer(options.target, trusted)
-    loading = ModelOptions(target=options.target, dtype=recipe.dtype, trust_remote_code=trusted)
-    target = read_target(options.target, loading)
+    heldout = read_heldout(options.output / _HELDOUT, recipe.data.prompt_field, None, tokenizer)
     kind = _kind(recipe)
     if kind == "draft":
         check_same_tokenizer(tokenizer, load_tokenizer(name, trusted))
+    loading = ModelOptions(target=options.target, dtype=recipe.dtype, trust_remote_code=trusted)
+    target = read_target(options.target, loading)
+    if kind == "draft":
         draft: LoadedWeights = load_draft(name, target, None, trusted)
     else:
         draft = load_dspark(name, target) if kind == "dspark" else load_eagle3(name, target)
@@ -219,8 +222,7 @@ def _measure(options: RealignOptions, recipe: DraftRecipe, name: str, console: C
             f"max_new_tokens is {room}, but with {_PROMPT_TOKENS} tokens of prompt this exceeds the {positions} "
             "tokens that target and draft support: lower max_new_tokens"
         )
-    heldout = read_heldout(options.output / _HELDOUT, recipe.data.prompt_field, None, tokenizer, positions, room)
-    prompts = [prompt for _, prompt in heldout]
+    prompts = [prompt for _, prompt in short_enough(heldout, positions, room)]
     config = DecodingConfig(room, eos_token_ids=eos_token_ids(target.model, tokenizer))
     figures: Figures = {}
     for setting, temperature in _TEMPERATURES.items():

@@ -5,7 +5,7 @@ unavailable or the target was tuned by reinforcement learning. Answers by other 
 distribution. The target can also write the prompts (`trainer.data.self_written`).
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -18,25 +18,24 @@ from rich.table import Table
 
 from decoding.controls import sampling_from_generation_config
 from decoding.drafters.registry import DrafterLoader, parse_drafter
+from decoding.dtypes import parse_dtype
 from decoding.errors import UserError
 from decoding.files.fingerprint import stored_fingerprint
 from decoding.generate import DecodingConfig
 from decoding.measure.machine import commit, versions
-from decoding.model.loading import eos_token_ids, load_tokenizer
-from decoding.prompts import read_variables, set_variables
+from decoding.model.loading import eos_token_ids, stored_generation_config
+from decoding.prompts import read_variables
 from decoding.rules.sampling import SamplingConfig
-from trainer.commands.models import check_endpoint, read_target
+from trainer.commands.models import check_endpoint, read_target, read_tokenizer
 from trainer.commands.options import RegenerateOptions
 from trainer.data.answers import AnswerFile, Backend, Summary, answer
-from trainer.data.conversations import OpenConversation, read_conversations, report_unread
+from trainer.data.conversations import OpenConversation, check_prompts, read_conversations, report_bad, report_unread
 from trainer.data.self_written import LONGEST, WRITING, PromptDraws, SelfWritten, UserTurn, read_request
 from trainer.data.sources import DRAWS, PRESETS, stream_prompts
 from trainer.files.folders import fingerprint_of, sha256_of
 from trainer.target.in_process import GROUP, TargetBackend
 from trainer.terminal.console import say, standard_error, standard_output
 
-_SETTINGS = ("n", "seed")
-"""Options that determine the answers."""
 _MOST_TOKENS = 2048
 _OF_THIS_PROCESS = ("drafter", "batch_size", "dtype", "trust_remote_code")
 _OF_ENDPOINTS = ("concurrency", "timeout")
@@ -47,10 +46,16 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
     """Answer the prompts that lack an answer; print and return the counts."""
     watched, console = console or standard_error(), console or standard_output()
     wanted = read_request(options.prompts, options.limit)
+    sampling = _check(options, wanted)
+    served = None if options.endpoint is None else _endpoints(options, wanted, sampling)  # sends nothing yet
+    if wanted and wanted.without:
+        check_prompts(wanted.without, None, None)
     given = None if wanted else _prompts(options, watched)  # read first, because loading a target may take minutes
-    backend, made_by, writing = _backend(options, wanted)
+    backend, made_by, writing = served or _target(options, wanted, sampling)
+    if options.chat_template_kwargs is not None:
+        made_by["chat_template_kwargs"] = options.chat_template_kwargs
     asked = given or _self_written(options, wanted, made_by, writing, watched)
-    bad = _BadRows() if asked.is_stream else None
+    bad: dict[int, str] | None = {} if asked.is_stream else None
     read = partial(
         read_conversations, asked.name, asked.field, options.limit, options.n, made_by["chat"], asked.rows, bad
     )
@@ -58,13 +63,13 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
     begun = _watched_for_tools(read(unread), backend, watched)
     if asked.is_stream:
         total = options.limit and options.limit * options.n
-        first = next(begun)  # read before a file is created, so that a stream that cannot be read leaves no file
-        conversations: Iterator[OpenConversation] = chain([first], begun)
+        # The first is read before a file is created, so that a stream that cannot be read leaves no file.
+        conversations: Iterator[OpenConversation] = chain([next(begun)], begun)
     else:  # check every row before answering the first
         total = sum(1 for _ in begun)
         conversations = read()
     settings = {"prompts_sha256": asked.sha256, "prompt_field": asked.field, **made_by}
-    settings |= {name: getattr(options, name) for name in _SETTINGS}
+    settings |= {"n": options.n, "seed": options.seed}
     if wanted and wanted.turns > 1:
         settings["turns"] = wanted.turns
         later = ((),) * (wanted.turns - 1)
@@ -72,16 +77,16 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
     about = {"prompts": asked.about, "commit": commit(), "versions": versions()}
     with AnswerFile(options.output, settings, about, backend.encoder) as answers:
         summary = answer(backend, conversations, answers, watched, total)
-    if bad and bad.count:
-        say(watched, f"{bad.count} rows without a prompt were left out; the first error was: {bad.first}")
+    if bad:
+        say(watched, f"left out: {report_bad(asked.name, bad)}")
     if unread:
         say(watched, report_unread(options.prompts, unread))
     console.print(_table(summary))
     answers.check_not_empty()
     if summary.truncated:
-        share = summary.truncated / summary.answered
-        most = made_by["max_new_tokens"]
-        say(watched, f"warning: {share:.1%} of the answers were cut off at {most:,} tokens: raise --max-new-tokens")
+        share, most = summary.truncated / summary.answered, made_by["max_new_tokens"]
+        remedy = "raise --max-new-tokens, and use another --output"
+        say(watched, f"warning: {share:.1%} of the answers were cut off at {most:,} tokens: {remedy}")
     aside = f"; answers set aside, with reasons: {answers.set_aside_path}" if summary.set_aside else ""
     say(console, f"written: {options.output}{aside}")
     return summary
@@ -112,14 +117,7 @@ def _prompts(options: RegenerateOptions, watched: Console) -> _Prompts:
         field = field or preset.field
         say(watched, f"{options.prompts}: {name} on the Hub, licence {preset.licence}")
     if "/" not in name or Path(name).exists() or Path(name).suffix in (".jsonl", ".parquet"):
-        bad = _BadRows()
-        try:
-            deque(read_conversations(name, field, options.limit, 1, chat=True, on_bad=bad), maxlen=0)
-        except UserError:  # the file cannot be read further, or has no usable row
-            if not bad.count:
-                raise
-        if bad.count:
-            raise UserError(bad.first + f"; {bad.count:,} rows cannot be used" * (bad.count > 1))
+        check_prompts(name, field, options.limit)
         return _Prompts(name, field, sha256_of(Path(name)), Path(name).name)
     source = stream_prompts(name)
     return _Prompts(name, field, source.sha256, name, source.hub, is_stream=True)
@@ -145,16 +143,6 @@ def _self_written(
     return _Prompts(options.prompts, None, sha256, {"written_by": "the target", **how, **draws.counts()}, rows)
 
 
-class _BadRows:
-    """Counter of rows without a usable prompt; keeps the first error."""
-
-    def __init__(self) -> None:
-        self.count, self.first = 0, ""
-
-    def __call__(self, error: UserError) -> None:
-        self.count, self.first = self.count + 1, self.first or str(error)
-
-
 def _watched_for_tools(
     conversations: Iterable[OpenConversation], backend: Backend, watched: Console
 ) -> Iterator[OpenConversation]:
@@ -163,11 +151,8 @@ def _watched_for_tools(
     """
     unwarned = backend.encoder
     for conversation in conversations:
-        if (
-            conversation.tools
-            and unwarned is not None
-            and "tools" in unwarned.ignored(conversation.open_after(()), conversation.tools)
-        ):
+        tools = conversation.tools
+        if tools and unwarned is not None and "tools" in unwarned.ignored(conversation.open_after(()), tools):
             say(watched, f"row {conversation.key.row} has tools, but the target's chat template does not show them")
             unwarned = None
         yield conversation
@@ -206,8 +191,8 @@ the prompts.
 """
 
 
-def _backend(options: RegenerateOptions, wanted: SelfWritten | None) -> Backends:
-    """Return the requested backends.
+def _check(options: RegenerateOptions, wanted: SelfWritten | None) -> SamplingConfig | None:
+    """Reject options that do not fit together, before any file is read; return the requested sampling controls.
 
     With an endpoint, --target is needed only if the model writes the prompts itself, and then only for the chat
     template.
@@ -224,34 +209,39 @@ def _backend(options: RegenerateOptions, wanted: SelfWritten | None) -> Backends
     if changed := [name for name in unread if getattr(options, name) != getattr(RegenerateOptions, name)]:
         given = "without" if options.endpoint is None else "with"
         raise UserError(f"--{changed[0].replace('_', '-')} does nothing {given} --endpoint: omit it")
-    asked = None
-    if (options.temperature, options.top_p) != (None, None):
-        top_p = 1.0 if options.top_p is None else options.top_p
-        asked = _fitting(SamplingConfig(temperature=options.temperature or 0.0, top_p=top_p), options)
-    if options.endpoint is None:
-        return _target(options, wanted, asked)
+    if wanted and wanted.turns > 1 and options.endpoint is not None:
+        raise UserError(f"{options.prompts}: a server writes first turns only; omit turns, or omit --endpoint")
+    if options.output.is_dir():
+        raise UserError(f"--output {options.output} is a folder: name a .jsonl file")
+    parse_dtype(options.dtype)
+    if options.drafter is not None:
+        parse_drafter(options.drafter)
+    if options.chat_template_kwargs is not None:
+        read_variables(options.chat_template_kwargs)
+    if options.temperature is None and options.top_p is None:
+        return None
+    top_p = 1.0 if options.top_p is None else options.top_p
+    return _fitting(SamplingConfig(temperature=options.temperature or 0.0, top_p=top_p), options)
+
+
+def _endpoints(options: RegenerateOptions, wanted: SelfWritten | None, asked: SamplingConfig | None) -> Backends:
+    """Return the backends of servers."""
     from trainer.servers.connection import Endpoint
     from trainer.servers.endpoint import EndpointBackend
 
-    assert options.model is not None, "checked by check_endpoint"
     addresses = [address.strip() for given in options.endpoint or () for address in given.split(",")]
     settings: dict[str, Any] = {name: getattr(options, name) for name in ("model", "concurrency", "timeout")}
     config = DecodingConfig(options.max_new_tokens or _MOST_TOKENS, seed=options.seed)
-    template = options.chat_template_kwargs
-    variables = None if template is None else read_variables(template)
+    variables = None if options.chat_template_kwargs is None else read_variables(options.chat_template_kwargs)
     endpoints = [Endpoint(address=address, **settings) for address in addresses]
     writing = None
     if wanted is not None:
-        if wanted.turns > 1:
-            raise UserError(f"{options.prompts}: a server writes first turns only; omit turns, or omit --endpoint")
-        tokenizer = load_tokenizer(str(options.target), options.trust_remote_code)
-        set_variables(tokenizer, template)
-        user = UserTurn(tokenizer)
+        user = UserTurn(read_tokenizer(str(options.target), options))
         writing = user, EndpointBackend(endpoints, user.config(config, None), WRITING)
     backend = EndpointBackend(endpoints, config, asked, variables)
     # Addresses are left out: they may change or contain secrets.
     own = {"chat": True, "model": options.model, **_controls(asked), "max_new_tokens": config.max_new_tokens}
-    return backend, {**own, **({"chat_template_kwargs": template} if template is not None else {})}, writing
+    return backend, own, writing
 
 
 def _fitting(sampling: SamplingConfig, options: RegenerateOptions) -> SamplingConfig:
@@ -269,16 +259,14 @@ def _controls(sampling: SamplingConfig | None) -> dict[str, float | None]:
 def _target(options: RegenerateOptions, wanted: SelfWritten | None, sampling: SamplingConfig | None) -> Backends:
     """Return the backends of a target in this process."""
     name, trusted = str(options.target), options.trust_remote_code
-    tokenizer = load_tokenizer(name, trusted)
-    set_variables(tokenizer, options.chat_template_kwargs)
+    tokenizer = read_tokenizer(name, options)
     user = None if wanted is None else UserTurn(tokenizer)
-    target = read_target(name, options)
-    drafter = None
-    if options.drafter is not None:
-        drafter = DrafterLoader(target, tokenizer, trusted).load(parse_drafter(options.drafter))
     if sampling is None:
-        own = target.model.generation_config
+        own = stored_generation_config(name, trusted)
         sampling = _fitting(sampling_from_generation_config(own) if own else SamplingConfig(), options)
+    target = read_target(name, options)
+    loader = DrafterLoader(target, tokenizer, trusted)
+    drafter = None if options.drafter is None else loader.load(parse_drafter(options.drafter))
     most = options.max_new_tokens or min(_MOST_TOKENS, (target.max_positions or 2 * _MOST_TOKENS) // 2)
     config = DecodingConfig(most, sampling, eos_token_ids=eos_token_ids(target.model, tokenizer), seed=options.seed)
     backend = TargetBackend(target, tokenizer, drafter, config, options.batch_size, user)
@@ -290,8 +278,6 @@ def _target(options: RegenerateOptions, wanted: SelfWritten | None, sampling: Sa
     more: dict[str, Any] = {} if target.shapes == "off" else {"static": target.shapes}
     if options.batch_invariant:
         more["batch_invariant"] = True
-    if options.chat_template_kwargs is not None:
-        more["chat_template_kwargs"] = options.chat_template_kwargs
     settings = {
         "dtype": str(target.dtype).removeprefix("torch."),
         **more,

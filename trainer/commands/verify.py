@@ -1,13 +1,12 @@
 """The command `headstart verify`: tests whether decoding is lossless, in this process or on a server."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from decoding.drafters import Drafter
 from decoding.drafters.spec import all_paths
 from decoding.dtypes import parse_dtype
 from decoding.errors import UserError
@@ -27,13 +26,15 @@ from decoding.speculation import named_rule
 from decoding.text import check_prompt
 from trainer.commands.check_options import VerifyOptions
 from trainer.commands.findings import PRINTED, report, say_findings, summary, write_findings, write_junit
-from trainer.commands.models import LoadedModels, check_endpoint, connect, load_models
+from trainer.commands.models import LoadedModels, check_endpoint, connect, load_models, read_specs, read_tokenizer
 from trainer.terminal.console import ProgressBar, say, standard_error, standard_output
 
 if TYPE_CHECKING:
+    from trainer.servers.client import ServedModel
     from trainer.servers.writer import ServedWriter
 
 _BATCH = 8
+NamedFindings = Iterator[tuple[str, Finding]]
 
 
 class ProofInput(NamedTuple):
@@ -49,12 +50,13 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
     """Run the tests, print each finding and write --json; return True for PASS."""
     watch = console or standard_error()
     console = watch if options.json == PRINTED else console or standard_output()
-    _check(options)
-    models = load_models(options, options.drafter or ())
-    given = _read_input(options, models)
+    server, specs = _check(options), read_specs(options.drafter or ())
+    tokenizer = read_tokenizer(options.target, options)
+    prompts = read_prompts(options.prompts, tokenizer, options.limit, options.prompt_field)
+    models = load_models(options, specs, tokenizer)
+    given = _proof_input(options, models, prompts)
     engines: dict[str, list[Finding]] = {}
-    served = options.endpoint is not None
-    findings = _served(options, given, watch) if served else _in_process(options, given, models.drafters, watch)
+    findings = _served(options, given, server, watch) if server else _in_process(options, given, models, watch)
     for name, finding in findings:
         if name not in engines:
             say(console, f"{name}:")
@@ -78,8 +80,8 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
     return passed
 
 
-def _check(options: VerifyOptions) -> None:
-    """Reject contradictory options before anything is loaded."""
+def _check(options: VerifyOptions) -> "ServedModel | None":
+    """Reject contradictory options before anything is read; return the requested server."""
     check_endpoint(options.endpoint, options.model)
     if options.endpoint is not None and (options.drafter or options.rule):
         raise UserError("--drafter and --rule do nothing with --endpoint: omit them")
@@ -87,29 +89,27 @@ def _check(options: VerifyOptions) -> None:
         named_rule(options.rule)
         if options.temperature == 0:
             raise UserError(f"--rule {options.rule} needs sampling: use a --temperature above 0")
+    return None if options.endpoint is None else connect(options.endpoint, options.model or "")
 
 
-def _read_input(options: VerifyOptions, models: LoadedModels) -> ProofInput:
-    """Read the prompts; raise UserError for a prompt that leaves too few positions for the new tokens."""
+def _proof_input(options: VerifyOptions, models: LoadedModels, prompts: list[tuple[int, ...]]) -> ProofInput:
+    """Return the inputs; raise UserError for a prompt that leaves too few positions for the new tokens."""
     target, tokenizer = models.target, models.tokenizer
     sampling = SamplingConfig(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     engines = max(1, len(models.drafters))
     effort = Effort(options.max_new_tokens, options.draws, seed=options.seed, engines=engines)
-    prompts = read_prompts(options.prompts, tokenizer, options.limit, options.prompt_field)
     for prompt in prompts:
         check_prompt(target, prompt, options.max_new_tokens)
     return ProofInput(Reference(target, sampling, eos_token_ids(target.model, tokenizer)), tokenizer, prompts, effort)
 
 
-def _in_process(
-    options: VerifyOptions, given: ProofInput, drafters: Mapping[str, Drafter | None], watch: Console
-) -> Iterator[tuple[str, Finding]]:
+def _in_process(options: VerifyOptions, given: ProofInput, models: LoadedModels, watch: Console) -> NamedFindings:
     """Yield the findings on each drafter's engine, or on plain decoding if there is no drafter."""
     reference = given.reference
     rule = named_rule(options.rule) if options.rule else None
     ends = reference.eos_token_ids
     config = DecodingConfig(options.max_new_tokens, reference.sampling, rule, ends, seed=options.seed)
-    for name, drafter in (drafters or {"plain decoding": None}).items():
+    for name, drafter in models.drafters.items() or [("plain decoding", None)]:
         engine = Engine(reference.target, drafter)
         with _progress(watch, name) as (on_texts, on_answer):
             writer = EngineWriter(engine, config, _BATCH, on_answer)
@@ -117,14 +117,13 @@ def _in_process(
                 yield name, finding
 
 
-def _served(options: VerifyOptions, given: ProofInput, watch: Console) -> Iterator[tuple[str, Finding]]:
+def _served(options: VerifyOptions, given: ProofInput, server: "ServedModel", watch: Console) -> NamedFindings:
     """Yield the findings on a served model."""
     from trainer.servers.texts import explained
     from trainer.servers.writer import ServedWriter
 
     name = f"{published_name(options.model or '')}, served"  # vLLM names models by their paths
-    assert options.endpoint is not None and options.model is not None
-    with connect(options.endpoint, options.model) as model:
+    with server as model:
         writer = ServedWriter(model, given.reference, given.tokenizer, given.prompts[0])
         with _progress(watch, name) as (on_texts, writer.on_answer):
             for finding in prove(given.reference, writer, given.prompts, given.effort, on_texts):

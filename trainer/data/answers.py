@@ -30,9 +30,11 @@ from trainer.data.conversations import (
 from trainer.data.sources import SET_ASIDE, Row
 from trainer.files.folders import hold_file, write_text
 from trainer.recipe.common import DataSection
-from trainer.terminal.console import ProgressBar
+from trainer.terminal.console import ProgressBar, say
 
 _META = ".meta.json"
+_JUDGED, _MUCH = 32, 0.2
+"""From this number of answers on, `answer` warns once if more than this share of the answers is cut off."""
 Problem = Literal["empty", "failed"]
 
 
@@ -280,7 +282,7 @@ def answer(
     Returns the counts. Conversations are read only when they are needed. ``total`` is the number of conversations, if
     known. ``title`` is shown before the progress.
     """
-    summary = Summary()
+    summary, warned = Summary(), False
     tokens, before = 0, min(len(answers.done), total or 0)
     with ProgressBar(console, title, total, before) as bar:
 
@@ -302,6 +304,9 @@ def answer(
             for outcome in answers.add(outcomes):
                 summary.count(outcome)
                 bar.advance()
+            if not warned and summary.answered >= _JUDGED and summary.truncated > _MUCH * summary.answered:
+                warned, cut_off = True, f"{summary.truncated:,} of {summary.answered:,} answers were cut off so far"
+                say(console, f"warning: {cut_off}: start again with a larger --max-new-tokens and another --output")
         summary.seconds = bar.seconds
     answers.finish()
     return summary

@@ -1,10 +1,11 @@
 """Conversations read from rows: with answers, for training, or without answers, for a target to answer."""
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -25,7 +26,7 @@ from decoding.fields import (
     unread_columns,
 )
 from decoding.fields import Message as Message
-from decoding.jsonl import read_rows, without_nulls
+from decoding.jsonl import parse_row, unparsed_rows, without_nulls
 from decoding.prompts import encode_prompt
 from trainer.data.sources import Row
 from trainer.recipe.common import DataSection
@@ -42,6 +43,8 @@ _TOLD = (ANSWER_TOKENS, PROMPT_TOKENS, TRUNCATED, "tools", "functions")
 """Columns that describe a conversation without being part of its messages."""
 _CALLED = "called"
 """Field of a recorded tool result in a turn: the name of the function that was called; this field is not sent."""
+
+_GREETING = "the assistant's greeting before the first question"
 
 Format = Literal["messages", "sharegpt", "prompt_answer", "text"]
 
@@ -68,7 +71,7 @@ class Transcript:
     tools: Tools | None = None
     """The functions that the assistant may call."""
     unread: tuple[str, ...] = ()
-    """The row's columns that are neither read nor known as metadata."""
+    """What is ignored: columns that are neither read nor known as metadata, and a greeting."""
 
 
 def transcript_of(row: Row, section: DataSection) -> Transcript:
@@ -86,9 +89,10 @@ def transcript_of(row: Row, section: DataSection) -> Transcript:
     if reply in fields and (format == "prompt_answer" or messages[-1]["role"] != "assistant"):
         pair = (prompt.name, reply)
         columns, messages = {*columns, reply}, _answered(prompt, fields, reply, where)
+    messages, greetings = _without_greeting(messages)
     if fields.get("label", fields.get("kto_tag")) is False:
         messages = [message | UNTRAINED for message in messages]
-    tools, unread = tools_of(fields, where), unread_columns(fields, columns, messages)
+    tools, unread = tools_of(fields, where), (*unread_columns(fields, columns, messages), *greetings)
     tokens = fields.get(ANSWER_TOKENS), fields.get(PROMPT_TOKENS)
     return Transcript(where, format, tuple(messages), "", pair, *tokens, fields.get(TRUNCATED) is True, tools, unread)
 
@@ -116,6 +120,15 @@ def _answered(prompt: Prompt, fields: dict[str, Any], reply: str, where: str) ->
         prompt, answer = prompt._replace(messages=prompt.messages[: last + 1]), prompt.messages[last + 1 :]
     given = [message | UNTRAINED for message in prompt.messages[prompt.begins :]]
     return [*prompt.messages[: prompt.begins], *given, *answer]
+
+
+def _without_greeting(messages: list[Message]) -> tuple[list[Message], tuple[str, ...]]:
+    """Leave out what the assistant says before the user's first message: it answers nothing, and many templates reject
+    it. Also return the name under which it is reported, if there is any.
+    """
+    first = next((index for index, message in enumerate(messages) if message["role"] == "user"), 0)
+    kept = [message for message in messages[:first] if message["role"] != "assistant"]
+    return [*kept, *messages[first:]], (_GREETING,) * (len(kept) < first)
 
 
 def _format_of(fields: dict[str, Any], section: DataSection, where: str) -> Format:
@@ -230,38 +243,39 @@ def read_conversations(
     samples: int,
     chat: bool,
     stream: Iterable[dict[str, Any]] | None = None,
-    on_bad: Callable[[UserError], None] | None = None,
+    bad: dict[int, str] | None = None,
     unread: Counter[str] | None = None,
 ) -> Iterator[OpenConversation]:
     """Yield ``samples`` conversations without answers for each of a file's first ``limit`` rows, as they are read.
 
-    ``stream`` replaces the rows of the file. ``on_bad`` is called for each row that is not a prompt; such rows are
-    skipped, but if no row is a prompt, the first error is raised at the end. ``unread`` counts rows by each column that
-    is neither read nor known as metadata.
+    ``stream`` replaces the rows of the file. Rows that are not prompts are skipped, and their errors are added to
+    ``bad`` by their numbers, but an error is raised at the end if no row is a prompt. ``unread`` counts rows by
+    what is ignored, as in `Transcript.unread`.
 
     The prompt's field is found as in `decoding.measure.questions.read_prompts`. A row with several turns, or with
     answers of the assistant between its messages, becomes a conversation of several turns. Such a conversation requires
-    ``chat``. Raises UserError for a file without prompts and, without ``on_bad``, for a row that is not a prompt.
+    ``chat``. Raises UserError for a file without prompts and, without ``bad``, for a row that is not a prompt.
     """
     count = 0
-    first: UserError | None = None
-    for number, row in read_rows(path) if stream is None else enumerate(map(without_nulls, stream), start=1):
+    for number, line in unparsed_rows(path) if stream is None else enumerate(map(without_nulls, stream), start=1):
         where = f"{path}, line {number}"
         try:
+            row = parse_row(line, where)
             prompt = prompt_of(row, field, where)
-            turns, tools = _turns(prompt.messages, where), tools_of(row, where)
+            messages, greetings = _without_greeting(prompt.messages)
+            turns, tools = _turns(messages, where), tools_of(row, where)
         except UserError as error:
-            if on_bad is None:
+            if bad is None:
                 raise
-            first = first or error
-            on_bad(error)
+            bad[number] = str(error)
             continue
         if not chat:
             if sum(message["role"] != "system" for turn in turns for message in turn) > 1:
                 raise UserError(f"{where}: a conversation needs a chat template: use one text per row")
             turns = (({"role": "user", "content": "\n".join(message["content"] for message in turns[0])},),)
         if unread is not None:
-            unread.update(unread_columns(row, {*prompt.columns, *ANSWER_FIELDS, *_TOLD}, prompt.messages))
+            columns = unread_columns(row, {*prompt.columns, *ANSWER_FIELDS, *_TOLD}, messages)
+            unread.update((*columns, *greetings))
         model = row["model"] if isinstance(row.get("model"), str) else None
         for sample in range(samples):
             yield OpenConversation(AnswerKey(number, sample), count, turns, chat, tools, model)
@@ -269,7 +283,22 @@ def read_conversations(
         if limit is not None and count >= limit * samples:
             break
     if not count:
-        raise first or UserError(f"{path} contains no prompts: use a file with a prompt per line, and a limit above 0")
+        empty = f"{path} contains no prompts: use a file with a prompt per line, and a limit above 0"
+        raise UserError(report_bad(str(path), bad) if bad else empty)
+
+
+def check_prompts(path: str | Path, field: str | None, limit: int | None) -> None:
+    """Raise UserError if any of a file's rows, up to its first ``limit`` prompts, is not a prompt."""
+    bad: dict[int, str] = {}
+    deque(read_conversations(path, field, limit, 1, chat=True, bad=bad), maxlen=0)
+    if bad:
+        lines = shorten(", ".join(map(str, bad)), 120, placeholder=" …")
+        raise UserError(report_bad(str(path), bad), f"correct or remove these lines: {lines}")
+
+
+def report_bad(name: str, bad: Mapping[int, str]) -> str:
+    """Return a sentence with the number of bad rows, as `read_conversations` collects them, and the first error."""
+    return f"{name} has {len(bad):,} rows that are not prompts, and the first error is: {next(iter(bad.values()))}"
 
 
 def _turns(messages: Sequence[Message], where: str) -> tuple[tuple[Message, ...], ...]:
@@ -297,28 +326,28 @@ def _turns(messages: Sequence[Message], where: str) -> tuple[tuple[Message, ...]
 
 
 def report_unread(name: str, unread: Counter[str]) -> str:
-    """Return a sentence that names the columns that are not read, each with its number of rows."""
+    """Return a sentence that names what is not read, as in `Transcript.unread`, each with its number of rows."""
     listed = " and ".join(f"{column} ({count:,} rows)" for column, count in unread.items())
-    return f"{name} has columns that are not read: {listed}; docs/how-to/data.md lists the names that are read"
+    return f"{name} has content that is not read: {listed}; docs/how-to/data.md says what is read"
 
 
-def read_heldout(
-    path: str | Path,
-    field: str | None,
-    limit: int | None,
-    tokenizer: PreTrainedTokenizerBase,
-    holds: int,
-    max_new_tokens: int,
-) -> list[tuple[OpenConversation, tuple[int, ...]]]:
-    """Return the first ``limit`` prompts of a file with their token ids, skipping prompts that are too long.
+HeldOut = list[tuple[OpenConversation, tuple[int, ...]]]
+"""Held-out prompts with their token ids."""
 
-    ``holds`` is the length in tokens of the longest text that both the target and the speculator support. Raises
-    UserError if no prompt is left.
-    """
+
+def read_heldout(path: str | Path, field: str | None, limit: int | None, tokenizer: PreTrainedTokenizerBase) -> HeldOut:
+    """Return the first ``limit`` prompts of a file with their token ids."""
     chat = tokenizer.chat_template is not None
     conversations = read_conversations(path, field, limit, 1, chat)
-    encoded = [(asked, encode_prompt(asked.open_after(()), tokenizer, chat, asked.tools)) for asked in conversations]
-    fitting = [(asked, prompt) for asked, prompt in encoded if 0 < len(prompt) <= holds - max_new_tokens]
+    return [(asked, encode_prompt(asked.open_after(()), tokenizer, chat, asked.tools)) for asked in conversations]
+
+
+def short_enough(heldout: HeldOut, holds: int, max_new_tokens: int) -> HeldOut:
+    """Return the prompts that leave room for ``max_new_tokens`` new tokens; raise UserError if there are none.
+
+    ``holds`` is the length in tokens of the longest text that both the target and the speculator support.
+    """
+    fitting = [(asked, prompt) for asked, prompt in heldout if 0 < len(prompt) <= holds - max_new_tokens]
     if not fitting:
         raise UserError(f"no held-out prompt leaves room for {max_new_tokens} new tokens: lower max_new_tokens")
     return fitting

@@ -21,7 +21,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 
 from decoding.errors import UserError, first_line
 from decoding.files.hub import HubName, explained, shortened, without_login
-from decoding.jsonl import parse_row, read_lines, read_parquet, without_nulls
+from decoding.jsonl import parse_row, unparsed_rows, without_nulls
 from trainer.files.folders import sha256_of
 from trainer.recipe.common import DataSection
 
@@ -94,15 +94,12 @@ class RowSource:
         for number, fields in enumerate(self.hub or (), start=1):
             yield Row(f"{self.name}, row {number}", without_nulls(fields))
         for file in self.files:
-            if file.suffix == ".parquet":
-                yield from (Row(f"{file}, row {number}", fields) for number, fields in read_parquet(file))
-            else:
-                for number, line in read_lines(file):
-                    where = f"{file}, line {number}"
-                    try:
-                        yield Row(where, parse_row(line, where))
-                    except UserError as error:
-                        yield Row(where, error)
+            for number, line in unparsed_rows(file):
+                where = f"{file}, {'row' if isinstance(line, dict) else 'line'} {number}"
+                try:
+                    yield Row(where, parse_row(line, where))
+                except UserError as error:
+                    yield Row(where, error)
 
 
 def open_source(name: str, section: DataSection) -> RowSource:

@@ -32,7 +32,7 @@ from decoding.model.heads import MedusaHeads
 from decoding.model.loading import eos_token_ids, load_model, load_tokenizer
 from decoding.rules.tree import common_length
 from decoding.text import Generation
-from trainer.data.conversations import read_heldout
+from trainer.data.conversations import read_heldout, short_enough
 from trainer.data.dataset import heldout_prompts, load_heldout_data
 from trainer.export.companions import read_provenance
 from trainer.export.task import ExportTask
@@ -125,7 +125,7 @@ def _read_prompts(
     """
     longest = longest or 1 << 30
     if prompts is not None:
-        heldout = read_heldout(prompts, None, PROMPTS, tokenizer, longest, _NEW_TOKENS)
+        heldout = short_enough(read_heldout(prompts, None, PROMPTS, tokenizer), longest, _NEW_TOKENS)
         return _Prompts(prompts.name, [tokens for _, tokens in heldout], _NEW_TOKENS)
     remedy = "pass a .jsonl file of prompts as --prompts"
     stored = read_provenance(source)

@@ -213,6 +213,9 @@ class Connection:
         status, reason = "", first_line(error)
         if isinstance(error, APIStatusError):
             status, reason = f"HTTP {error.status_code}: ", reason.removeprefix(f"Error code: {error.status_code} - ")
+        if "--tool-call-parser" in reason:  # vLLM's message does not say that tools in a prompt need these options
+            remedy = "start vLLM with --enable-auto-tool-choice --tool-call-parser NAME, or leave out rows with tools"
+            return f"{self.host} rejects prompts with tools, because it has no parser for their calls: {remedy}"
         return f"{status}{self._without_key(reason)[:300]}"  # cut last, otherwise half a key might remain
 
     def _without_key(self, text: str) -> str:

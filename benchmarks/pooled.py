@@ -1,0 +1,54 @@
+"""Pools training seeds: tokens per target pass of drafters in finished evaluations, by what they were trained on.
+
+Intervals resample the prompts and the seeds. The last row of the published table is the paired ratio of the first group
+to the second.
+
+    python benchmarks/pooled.py --evaluations MT-Bench=FOLDER gsm8k=FOLDER \\
+        --groups "own prompts=heads:a0,heads:a1" "gsm8k=heads:b0,heads:b1" --output self_written.json
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from accepted_figures import plain_json, ratio, tokens_per_pass
+from arms import write
+
+Counts = dict[int, dict[Any, tuple[float, float]]]
+
+
+def counts_of(runs: list[dict[str, Any]], labels: list[str], setting: str) -> Counts:
+    """Return the tokens and target passes of each prompt (with its turn), by the seed's place in ``labels``."""
+    found: Counts = {seed: {} for seed in range(len(labels))}
+    for row in runs:
+        seed = next((seed for seed, label in enumerate(labels) if f"({label})" in row["method"]), None)
+        if seed is not None and row["setting"] == setting:
+            for prompt, run in zip(row["prompts"], row["runs"], strict=True):
+                found[seed][row["turn"], prompt] = run[1], len(run[4])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--evaluations", nargs="+", required=True, metavar="NAME=FOLDER")
+    parser.add_argument("--groups", nargs="+", required=True, metavar="NAME=LABEL,LABEL")
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
+    groups = {name: labels.split(",") for name, _, labels in (each.partition("=") for each in options.groups)}
+    rows, about = [], dict[str, Any]()
+    for name, _, folder in (each.partition("=") for each in options.evaluations):
+        report = json.loads((Path(folder) / "report.json").read_text())
+        about = {key: report[key] for key in ("hardware", "versions", "commit", "dtype", "max_new_tokens")}
+        lines = map(json.loads, (Path(folder) / "runs-0.jsonl").read_text().splitlines())
+        runs = [line for line in lines if "runs" in line]
+        for setting in dict.fromkeys(row["setting"] for row in runs):
+            counts = {group: counts_of(runs, labels, setting) for group, labels in groups.items()}
+            row = {"set": name, "setting": setting, "prompts": report["prompts"], "ratio": None}
+            row["tokens_per_pass"] = {group: plain_json(tokens_per_pass(one)) for group, one in counts.items()}
+            rows.append({**row, "ratio": plain_json(ratio(*list(counts.values())[:2]))})
+    write({**about, "seeds": len(next(iter(groups.values()))), "rows": rows}, options.output)
+
+
+if __name__ == "__main__":
+    main()
