@@ -194,7 +194,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="folder to write to and to resume from (runs/gpu)")
     parser.add_argument("--minutes", type=float, default=7.7, help="time limit, including the start")
-    parser.add_argument("--steps", default="", help="only steps whose names begin so, separated by ;")
+    parser.add_argument("--steps", default="", help="run the steps whose names begin with one of these, separated by ;")
     parser.add_argument("--commit", help="commit of a copy without git")
     parser.add_argument("--pretend", action="store_true", help="tiny sizes on the CPU, to check that everything works")
     return parser.parse_args(arguments)

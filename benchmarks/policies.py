@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         table.add_row(row["target"], f"{row['temperature']:g}", str(row["batch_size"]), row["drafter"], *ratios, chosen)
     console.print(table)
     worst = {key: min(row[key] for row in rows) for key in ("default_over_plain", "default_over_better")}
-    console.print(f"worst cell: {worst}; goal {GOAL} for each")
+    console.print(f"lowest ratios of any cell: {worst}; the goal for each ratio is {GOAL}")
     measured = {"dtype": options.dtype, "set": Path(options.prompts).stem, "max_new_tokens": options.max_new_tokens}
     report = {"hardware": hardware(), "versions": versions(), "commit": commit(), **measured}
     report |= {"prompts": len(prompts), "worst": worst, "rows": rows}

@@ -114,7 +114,7 @@ def _decoded(llm: Any, case: dict[str, Any], batch_size: int) -> dict[str, Any]:
         lengths = [greedy.clone() for _ in crowd]
         for place, (_, wanted) in enumerate(crowd):
             lengths[place].max_tokens = wanted
-            lengths[place].prompt_logprobs = None if place % 5 else 1  # prompt_logprobs make other states than a step
+            lengths[place].prompt_logprobs = None if place % 5 else 1  # prompt_logprobs add states of prompts
         everything = [{"prompt_token_ids": prompt} for prompt, _ in crowd]
         texts = [list(output.outputs[0].token_ids) for output in llm.generate(everything, lengths, use_tqdm=False)]
         prompts = []

@@ -89,7 +89,7 @@ def share(texts: Sequence[tuple[int, int]]) -> Estimate:
 
 
 def resampled(tables: Sequence[Tensor], ratio: Callable[[Sequence[Tensor]], Tensor]) -> Estimate:
-    """Estimate ``ratio`` of the sums of ``tables``, with a 95% interval by an expanded percentile bootstrap.
+    """Apply ``ratio`` to the sums of ``tables``; the 95% interval comes from an expanded percentile bootstrap.
 
     A table has the shape (texts, columns) or (seeds, texts, columns); both texts and seeds are resampled, in the same
     way in all tables. ``ratio`` receives the sums of each table, of shape (resamples, columns), and returns one value

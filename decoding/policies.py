@@ -147,9 +147,9 @@ class _Seconds:
         timed too long ago.
 
         Once two plain steps are known, the next plain step is due when it would lower the speed by a share of less than
-        `_TIMING`. If drafts gain little, this plain step comes soon, because a wrong time for plain steps would hide
-        whether drafts gain at all. If drafts gain much, the step comes late. On a machine whose speed changes, an old
-        time would make drafts look faster or slower than they are.
+        `_TIMING`. If drafts gain little, this plain step comes soon, because only a correct measurement of plain steps
+        shows whether drafts gain at all. If drafts gain much, the step comes late. On a machine whose speed changes, an
+        old measurement would make drafts look faster or slower than they are.
         """
         count = sum(map(len, self._of.get(NO_DRAFT, {}).values()))
         pause = self._steps - self._tried_at.get(NO_DRAFT, 0)

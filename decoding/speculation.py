@@ -112,7 +112,7 @@ def named_rule(name: str) -> Rule:
 class Prompts(NamedTuple):
     """Prompts of a batch.
 
-    ``rows``: the tokens of each prompt. ``padded``: the prompts as they were passed, (batch, width).
+    ``rows``: the tokens of each prompt. ``padded``: the prompts as they were passed, of shape (batch, width).
     """
 
     rows: list[list[int]]

@@ -151,7 +151,7 @@ class Text:
         self.prompt_length = len(prompt)
         self.finished = False
         self.hidden = torch.empty(0)
-        """Input of the lm_head from which the target wrote the last token, (hidden,)."""
+        """Input of the lm_head from which the target wrote the last token, of shape (hidden,)."""
         self._states: list[Tensor] = []
         # Two streams from one seed, so that the draft's draws do not change the target's draws.
         self.source = GeneratorSource.from_seed(seed, "verify")

@@ -99,7 +99,7 @@ class Clock(NamedTuple):
         return Clock(stretch, LEAD + slower * stretch + HOLD)
 
     def moment(self, seconds: float) -> float:
-        """Return the moment ``seconds`` after the first token, in percent of the loop."""
+        """Return how much of the loop, in percent, has passed this many seconds after the first token appears."""
         return 100 * (LEAD + seconds * self.stretch) / self.loop
 
 

@@ -75,7 +75,7 @@ def read_target() -> None:
 def write() -> None:
     """Have the target write a few rows of training data.
 
-    The recipes train on many such rows, which recipes/quickstart/README.md describes: writing them takes an hour.
+    The recipes train on many such rows (see recipes/quickstart/README.md). Writing these rows takes an hour.
     """
     rows, wanted = OUTPUT / "self-written" / "rows.jsonl", 2 if SHORT else 4
     shutil.rmtree(rows.parent, ignore_errors=True)

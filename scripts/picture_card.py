@@ -118,7 +118,7 @@ def _heights(children: Sequence[Sequence[int]], kept: Collection[int]) -> dict[i
     heights: dict[int, float] = {}
 
     def visit(node: int, leaves: int) -> int:
-        """Place a node's subtree below ``leaves`` leaves; return the number of leaves placed so far."""
+        """Place a node's subtree under the ``leaves`` leaves that already have a height; return their new number."""
         for child in children[node]:
             leaves = visit(child, leaves)
         level = next((child for child in children[node] if child in kept), next(iter(children[node]), None))

@@ -115,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="hub id or folder of the target, or quickstart")
     parser.add_argument("--drafter", help="drafter, as for headstart generate")
-    parser.add_argument("--prompt", help="text to answer, or to continue without a chat template")
+    parser.add_argument("--prompt", help="text to answer; a target without a chat template continues it")
     parser.add_argument("--max-new-tokens", type=int, default=100, help="longest continuation, in tokens")
     parser.add_argument("--dtype", default="fast", help="fast, bf16, fp16 or fp32")
     parser.add_argument("--runs", type=int, default=5, help="number of runs for the medians")

@@ -165,7 +165,7 @@ def trimmed(*output_tokens: int) -> CausalLM:
 def test_a_draft_that_does_not_fit_is_refused_before_a_text_begins(tiny_llama: CausalLM, name: str) -> None:
     short = CausalLM(tiny_model("llama", max_position_embeddings=8))
     for draft, problem in (
-        (trimmed(1, 2, 3, 16), "lm_head writes token 16, but the target knows 0 to 15"),
+        (trimmed(1, 2, 3, 16), "lm_head writes token 16, but the target has tokens 0 to 15"),
         (short, "may grow to 12 tokens, more than the draft's context of 8"),
     ):
         with pytest.raises(ValueError, match=problem):

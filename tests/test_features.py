@@ -558,7 +558,7 @@ def test_a_whole_cache_on_a_disk_that_cannot_be_written_is_read_and_another_is_r
 
 @pytest.mark.parametrize("top_k", [16, 48])
 def test_a_cache_that_leaves_no_rest_to_draw_from_is_refused(tiny_llama: CausalLM, top_k: int) -> None:
-    expected = rf"draft\.teacher\.top_k is {top_k}, but the target has 16 tokens: lower it"
+    expected = rf"draft\.teacher\.top_k is {top_k}, but the target has 16 tokens: lower top_k"
     with pytest.raises(ValueError, match=expected):
         teacher_origin(tiny_llama, top_k=top_k)
     assert teacher_origin(tiny_llama, top_k=15).row_bytes == 17 * (2 + 4) + 4

@@ -201,7 +201,7 @@ def test_weights_in_memory_make_the_same_drafters(target: CausalLM) -> None:
         named_drafter("lookahead", ngram=1)
     with pytest.raises(ValueError, match="no drafter is called 'drafts'"):
         named_drafter("drafts", draft)
-    with pytest.raises(ValueError, match="draws its tokens, so it cannot be a hybrid's lookup: use prompt lookup"):
+    with pytest.raises(ValueError, match="samples its tokens, so a hybrid cannot use it as the lookup: use prompt"):
         HybridDrafter(DraftModelDrafter(draft), DraftModelDrafter(smaller)).kinds(SamplingConfig(1.0))
     with pytest.raises(ValueError, match="write of=NAME with one of heads, draft, draft-tree"):
         named_drafter("hybrid", draft, lookup_tokens=3)

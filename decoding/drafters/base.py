@@ -95,7 +95,7 @@ class DraftSession(Protocol):
         """
 
     def observe(self, proposals: Sequence[Proposal], logits: Sequence[Tensor]) -> None:
-        """Learn from the target's logits at every node of the last trees, (nodes, vocab) for each row.
+        """Learn from the target's logits at every node of the last trees, of shape (nodes, vocab), for each row.
 
         Most sessions ignore the logits.
         """

@@ -29,8 +29,8 @@ def check_draft(draft: CausalLM, target: CausalLM, max_length: int) -> None:
         )
     if draft.output_tokens is not None and (largest := int(draft.output_tokens.max())) >= target.vocab_size:
         raise UserError(
-            f"the draft's trimmed lm_head writes token {largest}, but the target knows 0 to {target.vocab_size - 1}: "
-            "use a draft trimmed for this target"
+            f"the draft's trimmed lm_head writes token {largest}, but the target has tokens 0 to "
+            f"{target.vocab_size - 1}: use a draft trimmed for this target"
         )
 
 
@@ -155,8 +155,8 @@ class DraftState:
         return self.over_target_vocabulary(self.draft.step(tokens, self.cache).logits)
 
     def run_level(self, trees: Sequence[TokenTree], first: Sequence[int]) -> list[Tensor]:
-        """Run the nodes of each tree, starting at node ``first[row]``; return their logits, (nodes, vocab) for each
-        row.
+        """Run the nodes of each tree, starting at node ``first[row]``; return their logits, of shape (nodes, vocab),
+        for each row.
         """
         logits = self.over_target_vocabulary(self.draft.verify(trees, self.cache, first).logits)
         return [logits[row, : len(tree) - left] for row, (tree, left) in enumerate(zip(trees, first, strict=True))]

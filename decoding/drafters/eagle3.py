@@ -272,8 +272,8 @@ class Eagle3State:
         return over_vocabulary(self.read(texts), self.output_tokens, self._target.vocab_size)
 
     def run_level(self, trees: Sequence[TokenTree], first: Sequence[int]) -> list[Tensor]:
-        """Run the nodes of each tree, starting at node ``first[row]``; return their logits, (nodes, vocab) for each
-        row.
+        """Run the nodes of each tree, starting at node ``first[row]``; return their logits, of shape (nodes, vocab),
+        for each row.
         """
         news = [tree.token_list[begin:] for tree, begin in zip(trees, first, strict=True)]
         device = self.draft.device

@@ -189,13 +189,13 @@ def _levels(cuts: tuple[Cut, ...], device: torch.device) -> list[_Level]:
 class Growth:
     """The growth of a tree of fixed shape, in all rows of a batch at the same time.
 
-    If the tree is drawn (``sampled``, above temperature 0), a node's children are drawn without replacement from q, the
-    distribution after the node's path and every sampling control. If q has fewer tokens than the shape has children,
-    the other children and their subtrees are not drafted. The shape is cut to the request before anything is drawn,
-    because decoding would not be lossless if drawn tokens decided which nodes are kept. Each node takes one random
-    number from the source of its row, so rows do not affect one another.
+    If the tree is sampled (``sampled``, above temperature 0), a node's children are drawn without replacement from q:
+    the draft's distribution of the token that follows the node's path, with every sampling control applied. If q has
+    fewer tokens than the shape has children, the other children and their subtrees are not drafted. The shape is cut to
+    the request before anything is drawn, because decoding would not be lossless if drawn tokens decided which nodes are
+    kept. Each node takes one random number from the source of its row, so rows do not affect one another.
 
-    If the tree is not drawn, a node's child of rank r is the r-th best token (from 0) after the path, with penalties
+    If the tree is not sampled, a node's child of rank r is the r-th best token (from 0) after the path, with penalties
     and processors applied.
     """
 

@@ -20,7 +20,7 @@ _PRIOR_TRIALS = 4.0
 """Weight of a prior, as a number of trials. The prior of the mean for one match length is the mean for the whole text,
 whose own prior is a constant."""
 _MEMORY = 50.0  # number of recent trials that a running mean covers
-_UNTRIED = 16  # number of steps without the first drafter after which a text tries it again
+_UNTRIED = 16  # number of steps without the first drafter, after which a text uses this drafter again
 _LENGTHS = 5  # number of classes of match lengths: no match, 1, 2 to 3, 4 to 7, 8 or more tokens
 
 
@@ -32,9 +32,9 @@ class HybridDrafter(Drafter):
     list. So each drafter has a share of the nodes. A request that is smaller than every pair goes to ``first`` alone.
 
     ``first`` skips a step if it is expected to add fewer tokens than ``least_gain`` times the number of tokens that the
-    step would write without ``first``. If ``least_gain`` is None, the rough cost of ``first`` is used; if it is 0,
-    ``first`` drafts in every step. The two expected numbers are running means over the text, kept separately for each
-    length of the lookup's match.
+    step would write without ``first``. If ``least_gain`` is None, the rough cost of ``first`` is used instead. If
+    ``least_gain`` is 0, no step is skipped. The two expected numbers are running means over the text, kept separately
+    for each length of the lookup's match.
 
     If only one of the two drafters drafted, its proposal is used unchanged. If both drafters drafted, the joint
     proposal is deterministic if both parts are deterministic, and it is grafted if the first part has a q. Neither
@@ -47,7 +47,7 @@ class HybridDrafter(Drafter):
         if first is lookup or isinstance(first, HybridDrafter):
             raise UserError(f"the hybrid cannot add a lookup to {first.name}: use another kind of drafter")
         if least_gain is not None and not least_gain >= 0:
-            raise UserError(f"least_gain is {least_gain}: use a share of a step's tokens, or 0 to draft in every step")
+            raise UserError(f"least_gain is {least_gain}: use 0 to draft in every step, or a share of a step's tokens")
         self.least_gain = first.rough_cost if least_gain is None else least_gain
         self.first = first
         self.lookup = lookup
@@ -77,7 +77,7 @@ class HybridDrafter(Drafter):
     def kinds(self, sampling: SamplingConfig) -> frozenset[ProposalKind]:
         if self.lookup.kinds(sampling) != {ProposalKind.DETERMINISTIC}:  # because drawn tokens would lose their q
             raise UserError(
-                f"{self.lookup.name} draws its tokens, so it cannot be a hybrid's lookup: use prompt lookup"
+                f"{self.lookup.name} samples its tokens, so a hybrid cannot use it as the lookup: use prompt lookup"
             )
         first = self.first.kinds(sampling)
         return first | {ProposalKind.DETERMINISTIC, *map(_with_lookup, first)}
@@ -102,7 +102,7 @@ class _Mean:
 
 
 class _FirstChoice:
-    """Decides, for one text, whether the first drafter drafts; keeps the results on which the decisions are based."""
+    """Decides, for one text, whether to use the first drafter; keeps the results on which the decisions are based."""
 
     def __init__(self) -> None:
         self._looked_up = [_Mean() for _ in range(_LENGTHS)]
@@ -114,7 +114,7 @@ class _FirstChoice:
         """The last step with a draft: length of the text, class of the match, and the trees (whole, first, lookup)."""
 
     def wants_first(self, length: int, least_gain: float) -> bool:
-        """Decide whether the first drafter drafts in a step whose lookup has a match of class ``length``."""
+        """Decide whether to use the first drafter in a step in which the lookup's match has the class ``length``."""
         added = self._added[length].with_prior(self._added_to_any.with_prior(1.0))
         wants = added >= least_gain * (1 + self._looked_up[length].with_prior(0.0)) or self._untried >= _UNTRIED
         self._untried = 0 if wants else self._untried + 1

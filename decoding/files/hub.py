@@ -80,7 +80,7 @@ def hub_name(name: str | Path) -> HubName | None:
     if at and _REVISION.fullmatch(revision) is None:
         raise UserError(f"{name!r} has {revision!r} as revision: write ORG/NAME@ and a branch, a tag or a commit hash")
     if file.startswith("/") or ".." in PurePosixPath(file).parts:
-        raise UserError(f"{name!r} has {file!r} as file, which is outside the repository: write ORG/NAME:FILE.gguf")
+        raise UserError(f"{name!r} names the file {file!r}, which is outside the repository: write ORG/NAME:FILE.gguf")
     return HubName(repo_id, revision if at else None, file or None)
 
 
@@ -147,7 +147,7 @@ def _snapshot_of_file(named: HubName) -> Path:
 
 @contextmanager
 def only_cached(wanted: bool = True) -> Iterator[None]:
-    """Send no requests to the Hub inside this context; HF_HUB_OFFLINE does the same for a whole process."""
+    """Send no requests to the Hub inside this context; HF_HUB_OFFLINE switches requests off in a whole process."""
     before = _only_cached.set(wanted or _only_cached.get())
     try:
         yield

@@ -225,7 +225,7 @@ def _row(
         timed = False  # a prompt's time depends on the other texts in its batch, which differ
     questions = len({record.prompts[0] for record, _ in pairs})
     passes = ratio_of_rates(_by_question(pairs, _tokens_and_passes))
-    # Texts decoded as a batch share their wave's time.
+    # The texts of a batch are decoded together, so their times are not independent: an observation is a whole wave.
     speed = ratio_of_rates(_by_question(pairs, tokens_and_seconds, by_wave=cell.batch_size > 1)) if timed else None
     if not passes.observations and speed is None:  # peers do not report passes
         return None

@@ -15,7 +15,8 @@ NONE = "–"
 Axis = Literal["batch_size", "context"]
 OTHER: dict[Axis, Axis] = {"batch_size": "context", "context": "batch_size"}
 NEAR = {"bfloat16": 0.5, "float16": 0.1, "float32": 0.01}
-"""Largest gap between two logits that rounding can reverse, by dtype; valid for logits of up to a few tens."""
+"""For each dtype, the largest gap at which rounding can still change which of two logits is larger. The values are
+valid for logits of up to a few tens."""
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def _published_word(word: str) -> str:
 
 
 def published_name(value: str) -> str:
-    """Cut the value to its last part if it is a path, or the name of an existing file or folder; withhold secrets."""
+    """If the value is a path or names an existing file or folder, keep only its last part; withhold secrets."""
     return str(without_local_paths(basename(value) if value and os.path.exists(value) else value))
 
 

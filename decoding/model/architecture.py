@@ -151,7 +151,7 @@ def abilities(model: PreTrainedModel) -> Abilities:
 RESTARTING = ("falcon_mamba", "jamba", "mamba", "roformer", "trocr", "zamba")
 """Families whose `transformers` code starts the text again when several tokens follow a cache."""
 CACHE_OF_THEIR_OWN = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
-"""Families that keep their states outside a `DynamicCache`, so every pass runs the whole text."""
+"""Families that keep their states outside a `DynamicCache`. Every pass must process the whole text again."""
 
 
 def why_no_chains(model: PreTrainedModel) -> str | None:

@@ -174,7 +174,7 @@ class DSparkDraft(nn.Module):
         self.lm_head.weight.copy_(lm_head[list(tokens)])
 
     def rotary(self, positions: Int[Tensor, "batch positions"]) -> tuple[Tensor, Tensor]:
-        """Return the cosine and sine of each position's angles, each (batch, positions, dim), in the draft's dtype."""
+        """Return cosine and sine of the angles, each of shape (batch, positions, dim), in the draft's dtype."""
         frequencies, factor = self.config.frequencies(positions.device)
         angles = positions[..., None].float() * frequencies
         angles = torch.cat((angles, angles), -1)
@@ -262,8 +262,8 @@ def read_described(folder: Path) -> tuple[DSparkConfig, dict[str, StoredTensor]]
 
 
 def check_ends(folder: Path, target: CausalLM) -> None:
-    """Raise UserError if the embedding, lm_head or ids in a folder differ by more than rounding from what the target
-    has. A draft that writes only some of the target's tokens has a different lm_head, which is not compared.
+    """Raise UserError if the embedding, lm_head or ids in a folder differ by more than rounding from those of the
+    target. A draft that writes only some of the target's tokens has a different lm_head, which is not compared.
     """
     reduced = read_dspark_config(folder).draft_vocab_size is not None
     ends: dict[str, Any] = {

@@ -61,8 +61,8 @@ class TreeMasks:
         self._model = model
 
     def of_trees(self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int) -> Any:
-        """Make additive masks for these trees, (rows, 1, queries, keys). They are additive because eager attention
-        silently misreads boolean 4-D masks.
+        """Make additive masks for these trees, of shape (rows, 1, queries, keys). They are additive because eager
+        attention silently misreads boolean 4-D masks.
 
         Returns one mask for all layers, or a dict by layer type if the model mixes full and sliding attention.
         """
@@ -83,7 +83,7 @@ class TreeMasks:
     def _shared(
         self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int, window: int | None
     ) -> Tensor:
-        """Make one mask (1, 1, queries, keys) for rows with equal lengths and equal trees."""
+        """Make one mask of shape (1, 1, queries, keys) for rows with equal lengths and equal trees."""
         start, device = starts[0], self._model.device
         depths, hidden = self._of(shapes[0])
         blocked = torch.zeros(size, start + len(depths), dtype=torch.bool, device=device)
@@ -96,7 +96,7 @@ class TreeMasks:
     def _ragged(
         self, shapes: Sequence[TreeShape], starts: Sequence[int], first: Sequence[int], size: int, window: int | None
     ) -> Tensor:
-        """Make a mask for each row, (rows, 1, queries, keys), with padding."""
+        """Make the rows' masks, of shape (rows, 1, queries, keys), with padding."""
         device, span = self._model.device, max(skipped + size for skipped in first)
         hidden_from = torch.ones(len(shapes), size, span, dtype=torch.bool, device=device)
         key_depths = torch.zeros(len(shapes), span, dtype=torch.long, device=device)
@@ -137,8 +137,8 @@ class DynamicSteps:
     ) -> ModelOutput:
         """Run a chain of tokens after each row, in pieces of up to `_APPENDED_TOKENS` tokens.
 
-        Returns hidden state and logits of each row's last token, (rows, 1, hidden) and (rows, 1, vocab). ``taps``: also
-        return the states of all these tokens.
+        Returns hidden state and logits of each row's last token, of shapes (rows, 1, hidden) and (rows, 1, vocab).
+        ``taps``: also return the states of all these tokens.
         """
         longest, size = max(map(len, blocks)), max(1, _APPENDED_TOKENS // len(blocks))
         last: ModelOutput | None = None
@@ -214,7 +214,7 @@ class DynamicSteps:
         return output
 
     def _positions(self, starts: Sequence[int], depths: Tensor | int) -> Tensor:
-        """Return the positions of nodes, (rows, nodes): each row's start plus the depths of its nodes."""
+        """Return the nodes' positions, of shape (rows, nodes). A position is the row's start plus the node's depth."""
         positions = depths + torch.tensor(starts).to(self._model.device, non_blocking=True)[:, None]
         if self._max_positions is not None:  # the padding of a finished row may go past the end of the position table
             positions.clamp_(max=self._max_positions - 1)

@@ -109,7 +109,7 @@ class Eagle3Config:
         return len(self.target_layer_ids) or _DEFAULT_TAPS
 
     def frequencies(self) -> tuple[torch.Tensor, float]:
-        """Return the rotary embedding's frequencies, (head_dim / 2,) in fp32, and the factor on cosine and sine."""
+        """Return the rotary frequencies, of shape (head_dim / 2,) in fp32, and the factor on cosine and sine."""
         config = LlamaConfig(
             hidden_size=self.num_attention_heads * self.head_dim,
             num_attention_heads=self.num_attention_heads,

@@ -184,7 +184,7 @@ class Eagle3Draft(nn.Module):
         return logits
 
     def _rotary(self, positions: Int[Tensor, "batch slots"]) -> tuple[Tensor, Tensor]:
-        """Return the cosine and sine of each position's angles, each (batch, slots, dim), in the draft's dtype."""
+        """Return cosine and sine of the angles, each of shape (batch, slots, dim), in the draft's dtype."""
         if self._frequencies.device != positions.device:
             self._frequencies = self._frequencies.to(positions.device)
         angles = positions[..., None].float() * self._frequencies

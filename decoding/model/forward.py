@@ -54,8 +54,8 @@ def _lm_head(model: nn.Module) -> nn.Linear:
 
 @contextmanager
 def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
-    """While the context lasts, collect the input of the lm_head, (batch, positions, hidden), whenever this thread runs
-    the model.
+    """While the context lasts, collect the input of the lm_head, of shape (batch, positions, hidden), whenever this
+    thread runs the model.
 
     With ``select``, the lm_head reads only ``select(hidden)``, so that no unneeded logits are computed. The captured
     tensor is always the whole input.
@@ -363,7 +363,8 @@ def attend(
 
 
 def _for_each_head(mask: Tensor, shared: int) -> Tensor:
-    """Repeat a mask (rows, 1, queries, keys) for a group's ``shared`` query heads, (rows, 1, all queries, keys).
+    """Repeat a mask for a group's ``shared`` query heads: (rows, 1, queries, keys) becomes (rows, 1, all queries,
+    keys).
 
     Inside `one_copy_of_masks` this happens once for each mask.
     """

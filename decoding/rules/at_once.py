@@ -157,7 +157,7 @@ def _siblings(batch: Undecided, like: Float[Tensor, "flat vocab"], by_depth: boo
 def reject(batch: Undecided) -> Int[Tensor, "rows 3"]:
     """Verify all rows as `recursive_rejection` does; return the same values as `walk`.
 
-    The children that are tried before a node is reached are always the same. So each try reads the random number at a
+    Whenever a given node is reached, the same children have been tried before. So each try reads the random number at a
     known index.
     """
     shapes, p = [tree.shape for tree in batch.trees], batch.p()

@@ -146,7 +146,7 @@ def test_the_nested_config_and_tensors_are_those_of_speculators(tmp_path: Path, 
     assert stored["t2d"].nonzero()[:, 0].tolist() == list(FEW) and stored["t2d"].shape == (264,)
     assert [command.server for command in summary.commands] == ["vllm"]
     (told,) = [each for each in summary.commands[0].warnings if "in this layout" in each]
-    assert "uses another causality than training in layers 0, 1" in told and "use --format dspark" in told
+    assert "masks attention in layers 0, 1 differently from training" in told and "use --format dspark" in told
 
     tiny_eagle3(target[1], norm_before_residual=True, target_layer_ids=(0, 6)).save_pretrained(tmp_path / "eagle3")
     summary = export(tmp_path / "eagle3", tmp_path / "its", "speculators")

@@ -146,7 +146,7 @@ def test_without_models_the_screen_has_the_machine_the_packages_and_what_to_run(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--drafter", "lookup"], "can only be checked with a target"),
+        (["--drafter", "lookup"], "can be checked only with a target"),
         (["--target", "nowhere/at/all"], "there is no folder nowhere/at/all"),
         (["--dtype", "int3"], "dtype is 'int3'"),
     ],

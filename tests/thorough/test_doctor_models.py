@@ -210,7 +210,7 @@ SLIDING = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_at
             {"is_causal": True, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
             "DSpark in flat form; run as in training by vLLM, SGLang, llama.cpp",
         ),
-        (SLIDING, "training by vLLM, SGLang; llama.cpp uses another causality than training in layers 0, so"),
+        (SLIDING, "training by vLLM, SGLang; llama.cpp masks attention in layers 0 differently from training, so"),
         ({"draft_vocab_size": 8}, "training by vLLM, llama.cpp; SGLang does not read d2t"),
         (
             {"markov_rank": 0},
@@ -231,13 +231,13 @@ SLIDING = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_at
         ),
         (
             {"speculators_model_type": "dspark", **SLIDING, "sliding_window_non_causal": True},
-            "speculators' nested form; run as in training by llama.cpp; vLLM uses another causality than training "
-            "in layers 0, so fewer tokens are accepted; SGLang does not read a nested config.json",
+            "speculators' nested form; run as in training by llama.cpp; vLLM masks attention in layers 0 "
+            "differently from training, so fewer tokens are accepted; SGLang does not read a nested config.json",
         ),
         (
             {"speculators_model_type": "dflash", **SLIDING, "markov_rank": 0, "sample_from_anchor": False},
-            "DFlash in speculators' nested form; run as in training by no server; vLLM uses another causality than "
-            "training in layers 0, so",
+            "DFlash in speculators' nested form; run as in training by no server; vLLM masks attention in layers 0 "
+            "differently from training, so",
         ),
         (DEFAULT_TAPS, "EAGLE-3 in flat form; run as in training by vLLM, SGLang, llama.cpp"),
         (
@@ -290,7 +290,7 @@ def test_the_layout_of_a_draft_and_the_servers_that_run_it_are_said_without_a_ta
 
 def test_the_layout_of_other_drafters_needs_a_target(target: Path, tmp_path: Path) -> None:
     for text in ("lookup", f"heads:{save_heads(tmp_path / 'heads', target)}"):
-        with pytest.raises(ValueError, match="can only be checked with a target: add --target"):
+        with pytest.raises(ValueError, match="can be checked only with a target: add --target"):
             layout_findings(parse_drafter(text))
 
 

@@ -300,7 +300,8 @@ class RealignOptions:
     ]
     output: Annotated[Path, Option(metavar="FOLDER", help="Folder for realigned.json and, in final/, the draft.")]
     temperature: Annotated[
-        float, Option(help="Temperature of the training answers; use the one for later decoding; 0 is greedy.")
+        float,
+        Option(help="Temperature of the training answers. Use the temperature of your later decoding; 0 is greedy."),
     ] = 0.0
     max_new_tokens: shared.MaxNewTokens = 256
     steps: Annotated[int, Option(min=1, help="Training steps.")] = 200

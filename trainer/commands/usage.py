@@ -176,10 +176,11 @@ Options = TypeVar("Options")
 def command(
     app: typer.Typer, *examples: str, resumes: bool = False, failed: ExitCode = ExitCode.FAILED
 ) -> Callable[[Callable[[Options], object]], Callable[[Options], object]]:
-    """Make a command from a function of ``options``, a dataclass with types, defaults and help texts.
+    """Make a command from a function that takes one argument, ``options``.
 
-    The help ends with ``examples``. ``resumes``: the command resumes if it is started again. ``failed``: the exit code
-    if the function returns False.
+    The argument's type is a dataclass whose fields have types, defaults and help texts. The command's help ends with
+    ``examples``. ``resumes``: the command resumes if it is started again. ``failed``: the exit code if the function
+    returns False.
     """
 
     def decorate(work: Callable[[Options], object]) -> Callable[[Options], object]:

@@ -78,7 +78,7 @@ class Dataset:
         if account.truncated:
             parts.append(f"{account.truncated:,} cut at {self.max_length} tokens")
         if account.skipped:
-            parts.append(f"{account.skipped:,} skipped: their first {self.max_length} tokens have none to train on")
+            parts.append(f"{account.skipped:,} skipped: none of their first {self.max_length} tokens is trained on")
         if account.bad_rows:
             parts.append(f"{account.bad_rows:,} bad rows skipped")
         if self.packed:

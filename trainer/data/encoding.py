@@ -44,7 +44,8 @@ class Account:
     truncated: int = 0
     """Number of sequences cut at ``max_length``."""
     skipped: int = 0
-    """Number of skipped sequences: the first answer starts after ``max_length``, or a text has under 8 tokens."""
+    """Number of sequences that were skipped because their first answer starts after ``max_length``, or because they
+    are plain texts with fewer than 8 tokens."""
     bad_rows: int = 0
     """Number of unusable rows, all of which are skipped."""
     named: list[str] = field(default_factory=list)

@@ -102,7 +102,7 @@ class UserTurn:
 
     def config(self, config: DecodingConfig, context: int | None) -> DecodingConfig:
         """Return the settings with which prompts are decoded. ``context`` is the context length of the target. The seed
-        of draw i is a hash of the run's seed, plus i. So prompts and answers have different seeds, and runs with
+        of draw i is i plus a hash of the run's seed. So prompts and answers have different seeds, and runs with
         different seeds have no draws in common.
         """
         drawn = int.from_bytes(sha256(f"self-written {config.seed}".encode()).digest()[:7], "big")
@@ -128,7 +128,7 @@ class UserTurn:
 
 
 def _words(text: str) -> str:
-    """Return the words of a text without case and punctuation, by which prompts are compared."""
+    """Return the words of a text without case and punctuation. Prompts are compared by these words."""
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 

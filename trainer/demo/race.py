@@ -114,8 +114,8 @@ class Ending(NamedTuple):
     """The result of comparing two finished texts.
 
     ``alike``: number of equal leading tokens. ``conclusion``: "equal", or why the texts differ: "stopped" before the
-    end; "sampled" tokens; a "near-tie" of logits ``margin`` apart, which rounding can reverse; or an unexplained
-    "fault".
+    end; "sampled" tokens; a "near-tie", whose two logits are only ``margin`` apart, so that rounding can swap them; or
+    an unexplained "fault".
     """
 
     alike: int

@@ -238,7 +238,7 @@ def layout_findings(spec: DrafterSpec) -> list[Finding]:
     """
     weights = weights_of(spec)
     if weights not in ("dspark draft", "eagle3 draft") or spec.path is None:
-        raise UserError(f"--drafter {spec} can only be checked with a target: add --target")
+        raise UserError(f"--drafter {spec} can be checked only with a target: add --target")
     folder = local_folder(spec.path, weights=False)
 
     def layout() -> Finding:

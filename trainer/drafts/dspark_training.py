@@ -55,7 +55,7 @@ class Blocks(NamedTuple):
 
 
 def sample_blocks(batch: Batch, anchors: int, depth: int, seed: int, step: int) -> Blocks:
-    """Draw up to ``anchors`` positions per row whose next token is trained, and label the next ``depth`` tokens.
+    """In each row, draw up to ``anchors`` positions before trained tokens, and label the next ``depth`` tokens.
 
     A block's labels end before the first token that training does not use or that belongs to another document. Call
     this with the batch on the host, because otherwise this function would wait for the GPU. The draw depends only on

@@ -233,7 +233,8 @@ class PolicySource:
     def write(self, step: int, positions: Sequence[int]) -> Mapping[str, float]:
         """Generate the texts at these positions in all steps of the window.
 
-        Return counts of texts, new tokens and rejections, and the seconds divided by the number of processes.
+        Return the numbers of texts, new tokens and rejections, and also the time in seconds, divided by the number of
+        processes.
         """
         start = time.perf_counter()
         orders = self._orders(step, positions)

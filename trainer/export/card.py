@@ -148,10 +148,10 @@ def render_card(
 ) -> str:
     """Return the card: YAML front matter for the Hub, then Markdown.
 
-    The card says which facts are missing. ``commands`` start the servers that accept the artefact, under the names
-    `FOLDER_NAME` and `target_argument`. ``compared`` are sentences on what was read back after writing. ``license`` is
-    the artefact's licence, as its owner states it. ``adapted`` means that the folder contains the adapted target next
-    to the heads.
+    The card says which facts are missing. ``commands`` start the servers that accept the artefact. They name its folder
+    `FOLDER_NAME`, and its target as `target_argument` does. ``compared`` are sentences on what was read back after
+    writing. ``license`` is the artefact's licence, as its owner states it. ``adapted`` means that the folder contains
+    the adapted target next to the heads.
     """
     target, published = target_name(provenance), None if provenance is None else published_provenance(provenance)
     embedded, argument = target == quickstart.NAME, target_argument(provenance, adapted)

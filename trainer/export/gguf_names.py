@@ -24,7 +24,7 @@ ARCHITECTURES = {
     "qwen2": MODEL_ARCH.QWEN2,
     "qwen3": MODEL_ARCH.QWEN3,
 }
-"""Maps model types to architectures of llama.cpp, if llama.cpp has exactly one name for each tensor of the model."""
+"""Maps model types to architectures of llama.cpp. For each tensor of these models, llama.cpp has exactly one name."""
 _OF_DRAFTS = {
     "fc": "fc",
     "hidden_norm": "enc.output_norm",

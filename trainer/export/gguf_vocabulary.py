@@ -1,4 +1,4 @@
-"""A tokenizer as GGUF metadata, with which llama.cpp splits texts as the model's tokenizer does.
+"""Writes a tokenizer as GGUF metadata, so that llama.cpp splits texts as the model's tokenizer does.
 
 llama.cpp splits texts with its own code. For a byte-level BPE, llama.cpp chooses the code by the name of the
 pre-tokenizer; for a sentencepiece-like BPE, llama.cpp merges by scores. A tokenizer that llama.cpp would not reproduce

@@ -189,7 +189,7 @@ def _vllm_heads(serving: Serving) -> ServerCommand:
     notes = [_depth(serving), *_one_depth(serving, "--max-num-seqs")]
     notes += [
         "needs vLLM 0.32 or later with headstart in its environment: pip install --no-deps . in headstart's folder",
-        'to draft by prompt lookup if the last 3 tokens occurred earlier in the text: add "ngram":3 next to "heads"',
+        'with "ngram":3 next to "heads", vLLM drafts by prompt lookup if the last 3 tokens occurred before',
         _TRIED,
     ]
     return ServerCommand("vllm", tuple(argv), tuple(notes), (*_warnings(serving), _argmax(""), _SAMPLES_WRONGLY))

@@ -110,7 +110,7 @@ def lost_in_servers(config: DSparkConfig, stored: Mapping[str, Any]) -> dict[str
     for served, lost in ((as_vllm, vllm), (as_llama, llama)):
         if served != causal:
             layers = ", ".join(str(i) for i, (a, b) in enumerate(zip(served, causal, strict=True)) if a != b)
-            lost.append(f"uses another causality than training in layers {layers}, so fewer tokens are accepted")
+            lost.append(f"masks attention in layers {layers} differently from training, so fewer tokens are accepted")
     if config.markov_head_type != "vanilla":
         for lost in (vllm, llama):
             lost.append(f"does not support the {config.markov_head_type} Markov head")

@@ -106,7 +106,7 @@ def card_data(path: Path) -> Any:
 
 
 def _check_visibility(api: HfApi, repository: str, public: bool) -> None:
-    """Create the repository if it is missing; raise UserError if it exists with the other visibility."""
+    """Create the repository if it is missing; raise UserError if it exists with a different visibility."""
     if not api.repo_exists(repository):
         api.create_repo(repository, private=not public)
     elif bool(api.repo_info(repository).private) == public:

@@ -188,7 +188,7 @@ class ShardLayout:
 
     @cached_property
     def _starts(self) -> list[int]:
-        """The number of rows before each example, followed by the number of all rows."""
+        """For each example, the number of rows before it; the last entry is the number of all rows."""
         return list(accumulate(self.lengths, initial=0))
 
     @cached_property

@@ -184,8 +184,8 @@ and a target of 135M parameters, four lm_heads have 0.84 of the target's size; w
 they have 0.47 of it.
 """
 _MANY = 10**9
-"""Heads also share the lm_head by default if separate lm_heads would have at least this many parameters, because
-training takes 16 bytes for each. Four lm_heads of an 8B target with 128k tokens have 2.1 billion parameters.
+"""By default, heads share the lm_head in one more case: if separate lm_heads would have at least this many parameters.
+Training takes 16 bytes per parameter. Four lm_heads of an 8B target with 128k tokens have 2.1 billion parameters.
 """
 
 

@@ -27,7 +27,7 @@ from trainer.recipe.common import Divergence, LossSection, Term
 
 
 class LabelGroups(NamedTuple):
-    """The rows of hidden states, grouped by label: a group of one or more consecutive rows predicts each label."""
+    """The rows of hidden states, grouped by label: each label is predicted by one or more consecutive rows."""
 
     ends: Int[np.ndarray, " groups"]
     """The number of rows up to and including each group.

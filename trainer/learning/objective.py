@@ -42,7 +42,7 @@ def checkpoint_layers(model: nn.Module) -> None:
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     if not layers:
         raise UserError(f"layers of {type(model).__name__} cannot run again: set gradient_checkpointing=false")
-    for layer in layers:  # transformers does the same, but only for its own models
+    for layer in layers:  # transformers also sets this, but only in its own models
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 

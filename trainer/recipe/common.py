@@ -100,7 +100,7 @@ class EvaluationSection(Section):
     """Number of held-out prompts in an evaluation. With 0 there are no evaluations and no tree is fitted, so heads
     draft a chain."""
     best_prompts: Annotated[int, Field(ge=8)] = 64
-    """Smallest number of prompts in an evaluation with ``keep: best``.
+    """Minimum number of prompts in each evaluation, if the recipe sets ``keep: best``.
 
     With fewer than eight prompts no interval can be computed.
     """

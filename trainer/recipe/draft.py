@@ -168,8 +168,8 @@ class Eagle3Section(Section):
     """
 
     steps: Annotated[int, Field(ge=1)] = 5
-    """Number of unrolled steps (``training-time test``): how many tokens after a position are trained, each from the
-    draft's own state at the previous token. EAGLE uses 7 steps, and the library speculators uses 3.
+    """Number of unrolled steps (``training-time test``): how many tokens after a position the draft learns, each from
+    the draft's own state at the previous token. EAGLE uses 7 steps, and the library speculators uses 3.
     """
     taps: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Layers of the target (from 0) whose output the draft reads.

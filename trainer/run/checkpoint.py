@@ -201,7 +201,7 @@ class Checkpoints:
             raise
 
     def settle(self) -> None:
-        """Let all processes wait until `writing` has ended; otherwise a launcher that sees one of them end would kill
+        """Make all processes wait until `writing` has ended; otherwise a launcher that sees one of them end would kill
         the process that writes. Every process must call this.
         """
         on_first(lambda: wait([self.writing] if self.writing else []))
@@ -302,7 +302,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def read_apart(folder: Path) -> tuple[dict[str, Any], Saved]:
-    """Read a checkpoint outside its run: the content of state.json, and the weights without moments.
+    """Read a checkpoint without resuming its run; return the content of state.json, and the weights without moments.
 
     Raises UserError if anything is damaged, or if state.json lacks the recipe or the launch.
     """

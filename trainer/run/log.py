@@ -28,7 +28,7 @@ from trainer.terminal.console import ProgressBar, say
 METRICS = "metrics.jsonl"
 """Name of the file with a run's figures, in its output folder."""
 _RUNS = "trackers.json"
-"""Name of the file, in a run's output folder, with the names that trackers gave the run."""
+"""Name of the file, in a run's output folder, that lists the names that trackers gave the run."""
 _RUN_OF: dict[str, Callable[[Any], str]] = {
     "wandb": lambda run: str(run.id),
     "trackio": lambda run: str(run.name),

@@ -300,8 +300,8 @@ class MicroBatch(NamedTuple):
 
 
 class Feed:
-    """This process's micro batches. Each is prepared in a thread while the previous micro batch trains, even if that
-    belongs to another step.
+    """This process's micro batches. Each is prepared in a thread while the previous micro batch trains, even if the two
+    belong to different steps.
 
     A micro batch depends only on its step and its index in the step. If the thread fails, taking the next micro batch
     raises its error. Nothing is prepared in advance for a step in which the source writes.

@@ -51,7 +51,7 @@ def most_frequent_trained(
         ends.add(tokenizer.eos_token_id)
     always = sorted(token for token in ends if token < known)
     if count < len(always):
-        raise UserError(f"{setting} is {count}: set it above {len(always)}, the number of tokens that end a text")
+        raise UserError(f"{setting} is {count}: set it above {len(always)}, because so many tokens can end a text")
     texts = [predicted[predicted < known].tolist() for predicted in map(Example.predicted, examples)]
     if not any(texts):
         raise UserError(f"{setting} chooses tokens from answers, but the data has only prompts: omit this key")

@@ -57,7 +57,7 @@ class Target(StoredTarget):
 
 
 def load_data(recipe: MedusaRecipe | DraftRecipe) -> tuple[PreTrainedTokenizerBase, Dataset, Dataset]:
-    """Load the target's tokenizer, the training data and the held-out data, and check what needs no model.
+    """Load the target's tokenizer, the training data and the held-out data; make the checks that need no model.
 
     Every process calls this before it loads a model. Raises UserError for unusable rows, for sequences longer than the
     target's context, and if no held-out prompt leaves room for an answer.
@@ -102,7 +102,7 @@ def load_target_model(recipe: MedusaRecipe | DraftRecipe, device: torch.device) 
 
 LogitTransform = Callable[[Tensor], Tensor]
 Columns = Mapping[str, Tensor]
-"""What a store contains of a batch: see `trainer.target.features.FeatureOrigin.columns`."""
+"""The values that a store contains for a batch; see `trainer.target.features.FeatureOrigin.columns`."""
 
 
 class HiddenStates(Protocol):
@@ -116,7 +116,7 @@ class HiddenStates(Protocol):
         """The weight of the target's lm_head."""
 
     def read(self, batch: Batch) -> Columns | None:
-        """Return what the disk contains of a batch, on the device of the batch; None if the target must run."""
+        """Return the values on disk for a batch, on the device of the batch; None if the target must run."""
 
     def hidden(self, batch: Batch, stored: Columns | None = None) -> Float[Tensor, "batch positions hidden"]:
         """Return the lm_head's input on the batch's device; ``stored`` is the result of `read` on this device."""

@@ -61,8 +61,8 @@ class TeacherOrigin(Origin):
         """Return the origin of these examples' cache; raise UserError if top_k leaves nothing to sample."""
         if section.top_k >= target.vocab_size:
             raise UserError(
-                f"draft.teacher.top_k is {section.top_k}, but the target has {target.vocab_size} tokens: lower it, so "
-                "that tokens are left to sample"
+                f"draft.teacher.top_k is {section.top_k}, but the target has {target.vocab_size} tokens: lower top_k, "
+                "so that tokens are left to sample"
             )
         return TeacherOrigin(
             **Origin.of_target(target, fingerprint, tokenizer),

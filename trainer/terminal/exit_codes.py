@@ -24,11 +24,11 @@ class ExitCode(IntEnum):
 
     DONE = 0, "done", "The work is done; a verification, a diagnosis or a check found nothing wrong."
     FAILED = 1, "a check failed", "A verification failed, or a diagnosis or a check found a fault or a difference."
-    BAD_INPUT = 2, "bad input", "An option, a file or a model cannot be used; one sentence names it and the remedy."
+    BAD_INPUT = 2, "bad input", "An option, a file or a model cannot be used; one sentence names cause and remedy."
     INTERNAL_ERROR = 70, "internal error", "A bug in the program. The error message names a file with the traceback."
     OUT_OF_MEMORY = 71, "out of memory", "The memory of the device or of the machine is full."
     STOPPED = 130, "Ctrl-C", "Stopped by Ctrl-C (SIGINT). Training saves its state first."
-    CLOSED_PIPE = 141, "closed pipe", "The reader of the output has ended, as `head` does. Nothing is printed."
+    CLOSED_PIPE = 141, "closed pipe", "The reader of the output, such as `head`, has exited. Nothing is printed."
     TERMINATED = 143, "SIGTERM", "Stopped by SIGTERM. Training saves its state first."
 
 

@@ -58,7 +58,7 @@ def written_p(value: float) -> str:
 
 
 def likely_beginnings(reference: Reference, prompt: Sequence[int], draws: int) -> dict[tuple[int, ...], Tensor]:
-    """Return p, (vocab,) in fp64, after each beginning of fewer than `DEPTH` tokens that is expected at least
+    """Return p, of shape (vocab,) in fp64, after each beginning of fewer than `DEPTH` tokens that is expected at least
     ``_CONTEXT`` times in ``draws`` texts.
 
     The target alone determines the beginnings; the empty beginning () is the prompt.
@@ -84,9 +84,9 @@ def counts_after(path: tuple[int, ...], p: Tensor, texts: Sequence[tuple[int, ..
 
 
 def open_beginnings(reference: Reference, texts: Sequence[EngineText], count: int) -> list[tuple[int, ...]]:
-    """Return the beginnings of ``count`` texts, each cut so that the next `DEPTH` tokens have about one nat of entropy
-    each. There, a few continuations receive most draws. If very many continuations were likely, or only one, counts
-    would show little.
+    """Return the beginnings of ``count`` texts. Each beginning is cut so that each of the next `DEPTH` tokens has an
+    entropy of about one nat. There, a few continuations receive most draws. If very many continuations were likely, or
+    only one, counts would show little.
     """
     beginnings = []
     texts = [text for text in texts if text.tokens]

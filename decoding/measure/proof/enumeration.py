@@ -155,7 +155,7 @@ def contexts(tree: TokenTree) -> list[Context]:
 
 
 def target_rows(tree: TokenTree, p: ContextModel) -> Tensor:
-    """Return p at every node, (nodes, vocab), like a target pass."""
+    """Return p at every node, of shape (nodes, vocab), as a target pass does."""
     return torch.stack([p(context) for context in contexts(tree)])
 
 

@@ -40,7 +40,7 @@ class Reference:
     eos_token_ids: tuple[int, ...] = ()
 
     def probabilities(self, texts: Sequence[EngineText]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, for each text, the distributions after all controls, (tokens, vocab) in fp64, and the tokens."""
+        """Yield each text's distributions after all controls, of shape (tokens, vocab) in fp64, and its tokens."""
         for text, logits in zip(texts, self._logits(texts), strict=True):
             p = probabilities(logits.double(), self.sampling, self._history(text, self.sampling))
             yield self._folded(p, 0.0, lambda ends: ends.sum(1)), self._tokens(text)
@@ -103,7 +103,7 @@ class Reference:
 
     @torch.inference_mode()
     def _logits(self, texts: Sequence[EngineText]) -> Iterator[Tensor]:
-        """Yield, for each text, the logits that predict its tokens: (tokens, vocab)."""
+        """Yield, for each text, the logits that predict its tokens, of shape (tokens, vocab)."""
         model: Any = self.target.model
         can_cut = "logits_to_keep" in inspect.signature(type(model).forward).parameters
         for group in _groups(texts):
