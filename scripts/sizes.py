@@ -23,7 +23,7 @@ from trainer.cli import app
 BOUNDS = {
     "product": 27_280,
     "tests": 28_330,
-    "benchmarks and scripts": 4_140,
+    "benchmarks and scripts": 4_180,
     "words of README and docs": 26_000,
     "commands": 15,
     "options of all commands": 175,
