@@ -1,7 +1,7 @@
 """Pools training seeds: tokens per target pass of drafters in finished evaluations, by what they were trained on.
 
-Intervals resample the prompts and the seeds. The last row of the published table is the paired ratio of the first group
-to the second.
+Intervals resample the questions, each with all its turns, and the seeds. The last row of the published table is the
+paired ratio of the first group to the second.
 
     python benchmarks/pooled.py --evaluations MT-Bench=FOLDER gsm8k=FOLDER \\
         --groups "own prompts=heads:a0,heads:a1" "gsm8k=heads:b0,heads:b1" --output self_written.json
@@ -19,13 +19,14 @@ Counts = dict[int, dict[Any, tuple[float, float]]]
 
 
 def counts_of(runs: list[dict[str, Any]], labels: list[str], setting: str) -> Counts:
-    """Return the tokens and target passes of each prompt (with its turn), by the seed's place in ``labels``."""
+    """Return the tokens and target passes of each question (all its turns), by the seed's place in ``labels``."""
     found: Counts = {seed: {} for seed in range(len(labels))}
     for row in runs:
         seed = next((seed for seed, label in enumerate(labels) if f"({label})" in row["method"]), None)
         if seed is not None and row["setting"] == setting:
             for prompt, run in zip(row["prompts"], row["runs"], strict=True):
-                found[seed][row["turn"], prompt] = run[1], len(run[4])
+                tokens, passes = found[seed].get(prompt, (0, 0))
+                found[seed][prompt] = tokens + run[1], passes + len(run[4])
     return found
 
 

@@ -109,7 +109,7 @@ def prompt_of(row: dict[str, Any], field: str | None, where: str) -> Prompt:
     name = field or find_prompt(row)
     if name is None or name not in row:
         wanted = f"the field {field!r}" if field else f"one of the fields {', '.join(PROMPT_FIELDS)}"
-        remedy = "rename the prompt's field, or name it with --prompt-field (in recipes: data.prompt_field)"
+        remedy = "rename the prompt's field, or name it: data.prompt_field in recipes, --prompt-field in most commands"
         raise UserError(f"{where}: the row lacks {wanted}; it has {', '.join(sorted(row))}", remedy)
     own = check_messages(row[name], where) if name in CONVERSATIONS else _spoken(row[name], name, "user", where)
     columns, before = {name}, list[Message]()
@@ -226,7 +226,8 @@ def _checked(message: Any, where: str) -> Message:
     given = message if isinstance(message, dict) else {}
     speaker, content = given.get("role", given.get("from")), given.get("content", given.get("value"))
     rest = {name: held for name, held in given.items() if name not in _SPOKEN and held not in _EMPTY}
-    content = rest.pop("refusal", None) if content is None else content
+    refusal = rest.pop("refusal", None)
+    content = refusal if content in (None, "") and refusal else content
     name = speaker.lower().replace("-", "_") if isinstance(speaker, str) else None
     if name is not None and name not in _ROLES:
         raise UserError(f"{where}: a message is from {speaker!r}: use one of {', '.join(_ROLES)}")

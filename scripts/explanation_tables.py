@@ -15,8 +15,8 @@ MAKER = "scripts/draw_explanations.py"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [f"| {' | '.join(line)} |" for line in (header, *rows)]
+    return "\n".join([lines[0], f"|---{'|---:' * (len(header) - 1)}|", *lines[1:]])
 
 
 def numbers(values: Iterable[float]) -> str:
@@ -65,10 +65,8 @@ def overview() -> str:
     for name, rule in RULES.items():
         kinds = "any" if rule.kinds == set(ProposalKind) else ", ".join(sorted(kind.value for kind in rule.kinds))
         rows.append([f"`{name}`", rule.label, "chains" if rule.chains_only else "chains and trees", kinds])
-    return "\n".join(
-        f"| {' | '.join(line)} |"
-        for line in [["rule", "promise", "shape", "how the tokens were chosen"], ["---"] * 4, *rows]
-    )
+    head = "| rule | promise | shape | how the tokens were chosen |\n|---|---|---|---|"
+    return "\n".join([head, *(f"| {' | '.join(line)} |" for line in rows)])
 
 
 def first_refused() -> tuple[float, list[float]]:
@@ -190,7 +188,7 @@ def kept() -> str:
                 rules.setdefault(f"{value:.3f}", []).append(f"`{name}`")
         cells = [f"{', '.join(names)} {value}" for value, names in sorted(rules.items(), reverse=True)]
         rows.append(f"| {shape}, {HOW[kind]} | {' · '.join(cells)} |")
-    return "\n".join(["| draft | expected kept tokens, largest first |", "| --- | --- |", *rows])
+    return "\n".join(["| draft | expected kept tokens, largest first |", "|---|---|", *rows])
 
 
 def distances() -> str:

@@ -117,7 +117,7 @@ def test_growth_that_fails_for_lack_of_memory_leaves_the_cache_as_it_was(
     assert_holds(tiny_llama, cache, PREFIX)
     tiny_llama.append([[9, 2]], cache)
     tiny_llama.verify([TREE], cache)
-    assert cache.capacity == 14
+    assert cache.capacity == 16
     cache.commit(0, 7, (0,))
     assert_holds(tiny_llama, cache, [*PREFIX, 9, 2, 9])
 

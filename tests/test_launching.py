@@ -87,7 +87,7 @@ def test_the_gradients_of_ddp_stay_in_its_buckets(group: None) -> None:
 def test_fsdp_on_a_cpu_is_refused_and_not_quietly_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match=r"asks for FSDP, but accelerate starts no FSDP on cpu\. .* with .*ddp\.yaml"):
+    with pytest.raises(ValueError, match=r"asks for FSDP, but accelerate starts no FSDP on cpu\. .* use .*ddp\.yaml"):
         build_accelerator()
 
 

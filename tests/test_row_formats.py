@@ -17,7 +17,7 @@ from trainer.commands.inspection import marked_text, run_inspect
 from trainer.commands.options import InspectOptions, RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
 from trainer.data.batch import Example
-from trainer.data.conversations import read_conversations
+from trainer.data.conversations import _without_greeting, read_conversations
 from trainer.terminal.console import standard_output
 
 BARE = "{% for m in messages if m.role != 'system' %}{{ m.role }}:{{ m.content }};{% endfor %}"
@@ -73,6 +73,7 @@ CALLS = 'user:Hi;assistant:⟦!f{"x": 1};⟧tool:9;assistant:⟦Yes;⟧'
         ({"messages": [{"from": "Human", "value": "Hi"}, {"from": "model", "value": "Yes"}]}, PLAIN),
         ({"messages": [ASKED, {"role": "gpt", "content": "Yes", "tool_calls": [], "refusal": None}]}, PLAIN),
         ({"messages": [ASKED, {"role": "assistant", "content": None, "refusal": "Yes"}]}, PLAIN),
+        ({"messages": [ASKED, {"role": "assistant", "content": "", "refusal": "Yes"}]}, PLAIN),
         ({"messages": [ASKED, NO | {"weight": 0}, ASKED, YES | {"weight": 1}]}, SECOND),
         ({"messages": [ASKED, NO | {"loss_mask": 0}, ASKED, YES], "parallel_tool_calls": False}, SECOND),
         ({"messages": [ASKED, NO | {"train": False}, ASKED, YES | {"loss": True}]}, SECOND),
@@ -102,6 +103,8 @@ def test_a_greeting_before_the_first_question_is_left_out_and_reported(
     examples = load(tmp_path, *rows, {"conversations": [NO, *SHAREGPT], "system": "S"}, template=template).examples
     (message,) = caplog.messages
     assert [*map(shown, examples)] == [PLAIN, PLAIN, SYSTEM] and f"not read: {GREETED} (3 rows);" in message
+    calls = [*_without_greeting([CALLING | {"tool_calls": [OBJECT]}, RESULT, ASKED, YES])]
+    assert [len(calls[0]), calls[1]] == [4, ()], "a call is no greeting"
 
 
 def test_an_answer_that_is_not_to_be_trained_gives_no_sequence_of_its_own(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ class PreallocatedLayer(CacheLayerMixin):
 class PreallocatedCache(Cache):
     """Keys and values of every layer and row in two stacked buffers per device, allocated at first use.
 
-    ``capacity`` is a number of positions, not a limit: a longer text makes the buffers grow as in `rounded_up`. After
+    ``capacity`` is a number of positions, not a limit: a longer text doubles the buffers (one copy, amortised). After
     `restart` the buffers may be larger than ``rows`` and ``capacity``. Sliding-window layers also keep all positions,
     and the mask applies the window; rejected tokens can therefore always be dropped.
 
@@ -257,12 +257,14 @@ class PreallocatedCache(Cache):
         return like.new_zeros(layers, self.rows, heads, capacity, dim, device=device)
 
     def _grow(self, needed: int) -> None:
-        """Make the buffers large enough for ``needed`` positions, and copy their content.
+        """Double the buffers until ``needed`` positions fit, and copy their content.
 
         Buffers grow one by one, so that at most one of them exists twice. ``capacity`` is set last: after an earlier
         error (out of memory) the cache is still usable.
         """
-        capacity = rounded_up(needed)
+        capacity = self.capacity
+        while capacity < needed:
+            capacity *= 2
         for number in range(len(self._held)):
             for name in ("keys", "values"):
                 self._grow_buffer(number, name, capacity)

@@ -257,7 +257,8 @@ class DSparkConfig:
 @lru_cache(maxsize=16)
 def _frequencies(theta: float, head_dim: int, device: torch.device) -> Float[Tensor, " pairs"]:
     """Return the unscaled frequencies, which every pass of a draft needs, in the same tensor each time."""
-    return theta ** -(torch.arange(0, head_dim, 2, device=device).float() / head_dim)
+    with torch.inference_mode(False):  # training uses the tensor as well
+        return theta ** -(torch.arange(0, head_dim, 2, device=device).float() / head_dim)
 
 
 def is_dspark_folder(folder: Path) -> bool:

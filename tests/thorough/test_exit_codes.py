@@ -215,7 +215,7 @@ FOUND = {
     f"{REGENERATE} three.jsonl": THREE,
     f"{REGENERATE} self:9,except=three.jsonl": THREE,
     f"{REGENERATE} many.jsonl": " has 102 rows .*: correct or remove these lines: 2, 4, 5, 6, 7, .*, …$",
-    f"{REGENERATE} wording.jsonl": "has 3 rows .*; it has wording: rename the prompt's field, or name it with",
+    f"{REGENERATE} wording.jsonl": "has 3 rows .*; it has wording: rename the prompt's field, or name it: ",
 }
 
 

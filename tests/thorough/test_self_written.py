@@ -105,6 +105,12 @@ def test_a_larger_number_adds_prompts_and_keeps_the_answers(models: Path, finish
     assert regenerate(options(tmp_path, models / "chat", "self:12")).before == 5
     assert rows(tmp_path / "answers.jsonl") == rows(finished / "answers.jsonl")
     assert described_prompts(tmp_path / "answers.jsonl") == described_prompts(finished / "answers.jsonl")
+    with pytest.raises(ValueError, match=r"to 12 prompts that are not the first .*: ask for at least as many, or"):
+        regenerate(options(tmp_path, models / "chat", "self:5"))
+    meta = tmp_path / "answers.jsonl.meta.json"
+    meta.write_text(meta.read_text().replace('"about"', '"abut"'))
+    with pytest.raises(ValueError, match=r"meta\.json is damaged"):
+        regenerate(options(tmp_path, models / "chat", "self:12"))
 
 
 def test_a_folder_of_answers_is_read_without_the_draws(finished: Path) -> None:

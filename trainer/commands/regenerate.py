@@ -28,7 +28,7 @@ from decoding.prompts import read_variables
 from decoding.rules.sampling import SamplingConfig
 from trainer.commands.models import check_endpoint, read_target, read_tokenizer
 from trainer.commands.options import RegenerateOptions
-from trainer.data.answers import AnswerFile, Backend, Summary, answer
+from trainer.data.answers import AnswerFile, Backend, Summary, answer, described_prompts
 from trainer.data.conversations import OpenConversation, check_prompts, read_conversations, report_bad, report_unread
 from trainer.data.self_written import LONGEST, WRITING, PromptDraws, SelfWritten, UserTurn, read_request
 from trainer.data.sources import DRAWS, PRESETS, stream_prompts
@@ -131,16 +131,22 @@ def _self_written(
     watched: Console,
 ) -> _Prompts:
     """Let the target write prompts, unless an earlier run did so; return the prompts that can be used."""
-    assert wanted is not None and writing is not None, "made by _backend"
+    assert wanted is not None and writing is not None, "made by _endpoints or _target"
     draws = PromptDraws(wanted, *writing, GROUP * options.batch_size)
     how = {**_controls(WRITING), "max_new_tokens": LONGEST, "seed": options.seed, "opening": writing[0].opening}
     with AnswerFile(options.output.with_name(options.output.name + DRAWS), {**made_by, **how}, {}) as file:
         draws.resume(file)
         answer(draws, draws.conversations(), file, watched, title="writing prompts")
     say(watched, f"{options.prompts}: {draws.told()}")
+    for before in described_prompts(options.output):
+        if isinstance(before, dict) and before.get("sha256") != fingerprint_of(draws.prompts[: before["prompts"]]):
+            raise UserError(
+                f"{options.output} has answers to {before['prompts']:,} prompts that are not the first ones of this run",
+                "ask for at least as many, or use another output",
+            )
     sha256 = fingerprint_of([how, sorted(draws.others)])  # not of the prompts: a larger number only adds prompts
-    rows = [{"prompt": prompt} for prompt in draws.prompts]
-    return _Prompts(options.prompts, None, sha256, {"written_by": "the target", **how, **draws.counts()}, rows)
+    about = {"written_by": "the target", **how, **draws.counts(), "sha256": fingerprint_of(draws.prompts)}
+    return _Prompts(options.prompts, None, sha256, about, [{"prompt": prompt} for prompt in draws.prompts])
 
 
 def _watched_for_tools(

@@ -196,19 +196,21 @@ def _begin(path: Path, set_aside: Path, settings: dict[str, Any], about: dict[st
     meta = path.with_name(path.name + _META)
     try:
         content = json.loads(meta.read_bytes())
-        written = content["settings"]
+        written, told = content["settings"], content["about"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        written = None
-    if isinstance(written, dict):
+        written = told = None
+    if isinstance(written, dict) and isinstance(told, dict):
         for name in {**written, **settings}:
             if written.get(name) != settings.get(name):
                 raise UserError(
                     f"{path} was started with {name} {written.get(name)!r}, not {settings.get(name)!r}",
                     "use the original settings, or another output",
                 )
-        if (prompts := about.get("prompts")) != content["about"].get("prompts"):  # the target has written more of them
-            content["about"]["prompts"] = prompts
-            write_text(meta, json.dumps(content, indent=2) + "\n")
+        prompts = about.get("prompts")
+        if isinstance(prompts, dict) and prompts != told.get("prompts"):  # the target has written more prompts
+            told["prompts"] = prompts
+            with writing(path):
+                write_text(meta, json.dumps(content, indent=2) + "\n")
         return
     if any(file.exists() and file.stat().st_size for file in (path, set_aside)):
         what = "is damaged" if meta.exists() else "is missing"

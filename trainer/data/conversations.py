@@ -127,7 +127,7 @@ def _without_greeting(messages: list[Message]) -> tuple[list[Message], tuple[str
     it. Also return the name under which it is reported, if there is any.
     """
     first = next((index for index, message in enumerate(messages) if message["role"] == "user"), 0)
-    kept = [message for message in messages[:first] if message["role"] != "assistant"]
+    kept = [message for message in messages[:first] if message["role"] != "assistant" or "tool_calls" in message]
     return [*kept, *messages[first:]], (_GREETING,) * (len(kept) < first)
 
 
