@@ -141,7 +141,7 @@ def _self_written(
     for before in described_prompts(options.output):
         if isinstance(before, dict) and before.get("sha256") != fingerprint_of(draws.prompts[: before["prompts"]]):
             raise UserError(
-                f"{options.output} has answers to {before['prompts']:,} prompts that are not the first ones of this run",
+                f"{options.output} has answers to {before['prompts']:,} prompts that are not the first of this run",
                 "ask for at least as many, or use another output",
             )
     sha256 = fingerprint_of([how, sorted(draws.others)])  # not of the prompts: a larger number only adds prompts
