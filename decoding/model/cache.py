@@ -59,7 +59,7 @@ class _Buffers(NamedTuple):
 
 
 class PreallocatedLayer(CacheLayerMixin):
-    """One layer's part of the buffers; ``number`` is the index (from 0) of the layer's device in the cache."""
+    """One layer's part of the buffers; ``number`` is the index (from 0) of the layer's device."""
 
     is_sliding = False
 

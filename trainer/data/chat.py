@@ -377,7 +377,7 @@ class ChatTemplate:
 def _extras(messages: Messages) -> dict[str, list[Message]]:
     """Map each field that a template should read to a copy of the messages without this field.
 
-    All names of reasoning count as one field.
+    All names of the reasoning field count as one.
     """
     fields = sorted({name for message in messages for name in message} - _ALWAYS)
     names = {name: REASONING if name in REASONING else (name,) for name in fields if not is_metadata(name)}

@@ -92,7 +92,8 @@ def compare_positions(ours: LoopAcceptance, server: Counts) -> list[Position]:
 class Difference(NamedTuple):
     """How far the server's number of tokens per target pass is from our number.
 
-    ``least`` is the smallest significant distance. ``whole`` is the distance of a server that accepts nothing.
+    ``least`` is the smallest significant distance. ``whole`` is the distance that a server would have if it accepted
+    nothing.
     """
 
     value: float

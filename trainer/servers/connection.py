@@ -183,7 +183,7 @@ class Connection:
         """Return the error if every request would fail (wrong key, model or address, or a redirect), and otherwise
         None.
 
-        Raise it ``from None``, because the server may echo the key, and a traceback would show it.
+        Raise the error ``from None``, because the server may echo the key, and a traceback would show the key.
         """
         if isinstance(error, AuthenticationError | PermissionDeniedError):
             return UserError(

@@ -22,7 +22,7 @@ from trainer.servers.answers import Completion
 from trainer.servers.connection import REFUSED, Connection, Endpoint
 
 HOPELESS = 50
-"""This many failures in a row end the run: the endpoints return only errors, or every request is wrong."""
+"""After this many failures in a row the run ends, because either the endpoints are broken or every request is wrong."""
 _TURNS_APART = 1_000_003  # distance between the seeds of two turns; servers take 31-bit seeds
 
 
