@@ -38,7 +38,8 @@ from suite_packages import stand_ins  # noqa: E402
 
 with stand_ins() as MISSING:
     import suite_measurements as measure
-    from suite_models import Bench
+    import suite_training
+    from suite_models import Bench, Measurements
 
     from decoding.measure.machine import commit
 
@@ -49,7 +50,7 @@ class Step(NamedTuple):
     """A step: its measurements, and its time limit in seconds, to which the unused time of other steps is added."""
 
     seconds: float
-    measurements: Callable[[Bench], measure.Measurements]
+    measurements: Callable[[Bench], Measurements]
 
 
 STEPS: dict[str, Step] = {
@@ -58,14 +59,14 @@ STEPS: dict[str, Step] = {
     "decoding, 8B": Step(50, partial(measure.decoding, size="8B")),
     "kernels, 8B": Step(10, partial(measure.kernels, size="8B")),
     "decoding, 1B": Step(20, partial(measure.decoding, size="1B")),
-    "training, 8B, dspark": Step(35, partial(measure.training, size="8B", kind="dspark")),
-    "training, 8B, heads": Step(50, partial(measure.training, size="8B", kind="heads")),
-    "training, 1B, dspark": Step(15, partial(measure.training, size="1B", kind="dspark")),
+    "training, 8B, dspark": Step(35, partial(suite_training.training, size="8B", kind="dspark")),
+    "training, 8B, heads": Step(50, partial(suite_training.training, size="8B", kind="heads")),
+    "training, 1B, dspark": Step(15, partial(suite_training.training, size="1B", kind="dspark")),
     "speculation, 8B": Step(45, partial(measure.speculation, size="8B")),
     "verification, 8B": Step(20, partial(measure.verification, size="8B")),
-    "losses": Step(10, measure.losses),
+    "losses": Step(10, suite_training.losses),
     "speculation, 1B": Step(15, partial(measure.speculation, size="1B")),
-    "training, 1B, heads": Step(11, partial(measure.training, size="1B", kind="heads")),
+    "training, 1B, heads": Step(11, partial(suite_training.training, size="1B", kind="heads")),
     "verification, 1B": Step(10, partial(measure.verification, size="1B")),
     "compiled, 8B": Step(35, partial(measure.compiled, size="8B")),
 }

@@ -12,19 +12,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from accepted_figures import plain_json, ratio, tokens_per_pass
+from accepted_figures import Counts, plain_json, ratio, read_records, tokens_per_pass
 from arms import write
-
-Counts = dict[int, dict[Any, tuple[float, float]]]
 
 
 def counts_of(runs: list[dict[str, Any]], labels: list[str], setting: str) -> Counts:
     """Return the tokens and target passes of each question (all its turns), by the seed's place in ``labels``."""
-    found: Counts = {seed: {} for seed in range(len(labels))}
+    found: dict[int, dict[int, tuple[float, float]]] = {seed: {} for seed in range(len(labels))}
     for row in runs:
         seed = next((seed for seed, label in enumerate(labels) if f"({label})" in row["method"]), None)
         if seed is not None and row["setting"] == setting:
-            for prompt, run in zip(row["prompts"], row["runs"], strict=True):
+            for prompt, run in zip(map(int, row["prompts"]), row["runs"], strict=True):
                 tokens, passes = found[seed].get(prompt, (0, 0))
                 found[seed][prompt] = tokens + run[1], passes + len(run[4])
     return found
@@ -41,8 +39,8 @@ def main() -> None:
     for name, _, folder in (each.partition("=") for each in options.evaluations):
         report = json.loads((Path(folder) / "report.json").read_text())
         about = {key: report[key] for key in ("hardware", "versions", "commit", "dtype", "max_new_tokens")}
-        lines = map(json.loads, (Path(folder) / "runs-0.jsonl").read_text().splitlines())
-        runs = [line for line in lines if "runs" in line]
+        records = [record for path in Path(folder).glob("runs-*.jsonl") for record in read_records(path)]
+        runs = [record for record in records if "runs" in record]
         for setting in dict.fromkeys(row["setting"] for row in runs):
             counts = {group: counts_of(runs, labels, setting) for group, labels in groups.items()}
             row = {"set": name, "setting": setting, "prompts": report["prompts"], "ratio": None}

@@ -9,7 +9,7 @@ but acceptance is forced, and every figure says so.
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +31,8 @@ PRETENDED = {"0.1B": (32, 64, 1, 2, 1), "1B": (32, 64, 2, 2, 1), "8B": (64, 64, 
 DRAFT_OF = {"1B": "0.1B", "8B": "1B"}
 DRAFTED = 4
 """Tokens of a chain."""
+Measurements = Iterator[tuple[str, Callable[[], Any]]]
+"""The measurements of a step of the suite, by name; each returns JSON values."""
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,10 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure as Picture
+from result_pictures import crossover_figure, policies_figure
 
-from decoding.measure.figures import NONE, caption, estimate, number, settings
-from decoding.measure.markdown import one_line, text
-from decoding.measure.report.curves import draw_speedups
-from decoding.measure.report.style import COLOURS, shade_below_one, styled
+from decoding.measure.figures import NONE, caption, estimate, number
+from decoding.measure.markdown import text
 from decoding.measure.results import Figure, report_from_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -287,45 +286,6 @@ def _by_prompt_set(report: Report, cell: Callable[[Report], str], needed: str) -
     cells = ([*map(text, way), *(cell_of.get((*way, *column), NONE) for column in columns)] for way in ways)
     head = ["arm", "drafted", *(f"{text(name)}, {setting}" for name, setting in columns)]
     return table(head, cells, len(columns))
-
-
-@styled
-def crossover_figure(measured: Report) -> Picture:
-    """Draw the speed-up against the batch size, with a panel per setting and context, for the docs."""
-    report = report_from_json(measured)
-    contexts = list(dict.fromkeys(row.context for row in report.cells))
-    cases = [(setting, context) for setting in settings(report) for context in contexts]
-    figure = Picture(figsize=(1.2 + 2.9 * len(cases), 3.9), layout="constrained")
-    panels = figure.subplots(1, len(cases), sharey=True, squeeze=False)[0]
-    for axes, (setting, context) in zip(panels, cases, strict=True):
-        draw_speedups(axes, report, setting, "batch_size", context)
-        shade_below_one(axes)
-        axes.set_title(one_line(setting if context is None else f"{setting}, {context:,} tokens"))
-    panels[0].set_ylabel("speed-up over plain decoding")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False)
-    return figure
-
-
-@styled
-def policies_figure(report: Report) -> Picture:
-    """Draw the speed of the default policy and of constant drafting, with a panel per temperature."""
-    figure = Picture(figsize=(7.0, 3.8), layout="constrained")
-    temperatures = sorted({row["temperature"] for row in report["rows"]})
-    panels = figure.subplots(1, len(temperatures), sharey=True)
-    for axes, temperature in zip(panels, temperatures, strict=True):
-        target = report["rows"][0]["target"]  # not the widened target
-        rows = [row for row in report["rows"] if (row["target"], row["temperature"]) == (target, temperature)]
-        for number_of, drafter in enumerate(dict.fromkeys(row["drafter"] for row in rows)):
-            of_drafter = [row for row in rows if row["drafter"] == drafter]
-            for way, name, style in (("default", "default policy", "o-"), ("fixed", "always drafting", "s:")):
-                points = {str(row["batch_size"]): row[f"{way}_over_plain"] for row in of_drafter}
-                axes.plot(points.keys(), points.values(), style, color=COLOURS[number_of], label=f"{drafter}, {name}")
-        shade_below_one(axes)
-        axes.set_title(f"T={temperature:g}" if temperature else "greedy")
-        axes.set_xlabel("texts decoded together")
-    panels[0].set_ylabel("speed-up over plain decoding")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False)
-    return figure
 
 
 def policies_caption(report: Report) -> str:

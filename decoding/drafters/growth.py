@@ -234,8 +234,7 @@ class Growth:
             uniforms = torch.cat([F.pad(of_row, (1, 0)) for of_row in taken])
         q = torch.zeros(0)
         for depth, level in enumerate(self._levels(cuts, device)):
-            # Nodes without a draw get a valid id, which is never read.
-            known = tokens.clamp(max=texts.vocab_size - 1) if drawn else tokens
+            known = tokens.clamp(max=texts.vocab_size - 1) if drawn else tokens  # a node without a draw is never read
             below = nodes(depth, level.rows, known[level.parents]).to(device)
             if sampling.processors:  # processors read the logits of all tokens
                 below = ChildLogits(over_vocabulary(below.logits, below.tokens, texts.vocab_size), below.row)
