@@ -67,8 +67,12 @@ def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] |
         if get_ident() != thread:  # another thread's pass of the same model
             return None
         captured.append(args[0])
-        # Made contiguous: with a strided slice, torch would first copy the frozen weight, which is far slower.
-        return (select(args[0]).contiguous(), *args[1:]) if select else None
+        if select is None:
+            return None
+        # Laid out anew: with a strided slice, torch would first copy the frozen weight, which is far slower.
+        # `contiguous` keeps the strides of a single row and position.
+        chosen = select(args[0])
+        return (chosen.reshape(-1, chosen.shape[-1]).contiguous().view(chosen.shape), *args[1:])
 
     with hooked(_lm_head(model).register_forward_pre_hook, hook):
         yield captured
