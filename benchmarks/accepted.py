@@ -3,9 +3,8 @@
 Each arm of `accepted_arms` is trained with each seed in a separate process; all arms use the same answers. Then
 `--measure acceptance` decodes the prompts in batches with every way of drafting, to measure tokens per target pass.
 `--measure speed` decodes the prompts one by one and alternates between plain decoding, assisted generation and the
-drafters of the first seed. With --widen, the timed target computes the same function at a larger target's cost
-(`widen.py`). A run may be killed at any time: finished trainings and recorded texts are not repeated, and a larger
---limit adds prompts. `--summarise` writes the figures of all records.
+drafters of the first seed. A run may be killed at any time: finished trainings and recorded texts are not repeated, and
+a larger --limit adds prompts. `--summarise` writes the figures of all records.
 
     python benchmarks/accepted.py --target FOLDER --answers ANSWERS.jsonl --heldout HELD.jsonl \\
         --prompts gsm8k/test=TEST.jsonl --train --measure acceptance speed --summarise accepted.json
@@ -17,7 +16,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ spin_briefly()  # before torch is imported
 from accepted_arms import ARMS, DRAFT, SETTINGS, Drafting, overrides_of
 from accepted_figures import PEER, PLAIN, append_record, key_of, read_records, summary
 from arms import ROOT, curve_of, slug, train, write
-from widen import widened_dspark, widened_heads, widened_to
 
 from decoding.drafters import Drafter
 from decoding.drafters.registry import named_drafter
@@ -87,7 +84,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--peer", default=DRAFT, choices=list(ARMS), metavar="ARM", help="arm with assisted generation's draft"
     )
-    parser.add_argument("--widen", type=float, help="time on the target widened to this many parameters")
     parser.add_argument("--runs", type=Path, default=Path("runs/accepted"))
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--threads", type=int, help="threads of each training process")
@@ -156,15 +152,6 @@ class Bench:
         for prompt in fitting:
             check_prompt(self.target, prompt, self.options.max_new_tokens)
         return fitting[: self.options.limit]
-
-    @cached_property
-    def timed(self) -> tuple[str, CausalLM, int]:
-        """Name, model and width factor of the timed target."""
-        name = Path(self.options.target).name
-        if not self.options.widen:
-            return name, self.target, 1
-        wide, stand_in = widened_to(self.target.model, int(self.options.widen))
-        return f"{name}, widened to {stand_in['parameters'] / 1e6:.0f}M", CausalLM(wide), stand_in["width"]
 
     def config(self, setting: str) -> DecodingConfig:
         sampling = SamplingConfig(temperature=SETTINGS[setting])
@@ -244,9 +231,9 @@ def _decode_rest(
 
 
 def measure_speed(bench: Bench) -> None:
-    """Decode each prompt by every method in turns on the timed target; record tokens and seconds."""
-    name, target, width = bench.timed
-    methods = {setting: timed_methods(bench, target, width, setting) for setting in bench.options.settings}
+    """Decode each prompt by every method in turns; record tokens and seconds."""
+    name = Path(bench.options.target).name
+    methods = {setting: timed_methods(bench, setting) for setting in bench.options.settings}
     for setting, by_key in methods.items():
         longest = max((each for prompts in bench.prompts.values() for each in prompts), key=len)
         for method in by_key.values():
@@ -262,35 +249,22 @@ def _decoded(method: Method, prompt: Sequence[int], seed: int) -> Run:
     return method.decode([prompt], [seed], 1)[0]
 
 
-def timed_methods(bench: Bench, target: CausalLM, width: int, setting: str) -> dict[str, Method]:
+def timed_methods(bench: Bench, setting: str) -> dict[str, Method]:
     """Make the timed methods: plain decoding, assisted generation with the peer's draft, and every way of drafting with
     the first seed's weights.
     """
-    config = bench.config(setting)
+    config, target = bench.config(setting), bench.target
     methods = {PLAIN: our_method(target, setting, PLAIN, None, config)}
     if bench.is_ready(bench.options.peer, 0):
         peer = bench.weights(bench.options.peer, 0)
         assert isinstance(peer, CausalLM), "assisted generation drafts with an ordinary model"
         methods[PEER] = transformers_method(target, setting, PEER, config, peer)
     for name in (each for each in bench.options.arms if bench.is_ready(each, 0)):
-        try:
-            weights = bench.weights(name, 0)
-            weights = weights if width == 1 else widened_weights(weights, target, width)
-        except ValueError as error:
-            print(f"{name} is left out: {error}")
-            continue
-        for drafting, how, drafter in bench.drafters(name, weights):
+        for drafting, how, drafter in bench.drafters(name, bench.weights(name, 0)):
             if setting in how.settings:
                 key = key_of(name, drafting)
                 methods[key] = our_method(target, setting, key, drafter, config)
     return methods
-
-
-def widened_weights(weights: Weights | None, target: CausalLM, width: int) -> Weights | None:
-    """Widen an arm's weights for the widened target; raise ValueError if that is impossible."""
-    if isinstance(weights, MedusaHeads):
-        return widened_heads(weights, width)
-    return widened_dspark(weights, target, width) if isinstance(weights, DSparkDraft) else weights
 
 
 def _take_turns(bench: Bench, wanted: dict[str, Any], methods: Mapping[str, Method], prompt: Sequence[int]) -> None:

@@ -6,10 +6,10 @@ three steps of plain decoding, so a machine that slows down for a while changes 
 texts, drafted tokens) counts with its median cost in the cell, because single steps are sometimes much slower. So the
 figures do not include the work that a draft model does only after plain steps; heads and lookups have no such work.
 Prefills do not count, and texts do not end early. The default policy learns from turn to turn, and the first turn does
-not count. The widened target computes exactly the small target's function (`widen.py`).
+not count.
 
-    python benchmarks/policies.py --target FOLDER --draft FOLDER --heads markov=FOLDER --dspark FOLDER \\
-        --prompts FILE.jsonl --output FILE.json
+    python benchmarks/policies.py --target FOLDER --drafters heads:FOLDER lookup --prompts FILE.jsonl \\
+        --output FILE.json
 """
 
 # ruff: noqa: E402  # how threads wait is set before torch is imported
@@ -27,10 +27,9 @@ from decoding.threads import spin_briefly
 spin_briefly()  # before torch is imported
 
 from rich.table import Table
-from speed import read_trained
-from widen import widened_to
 
 from decoding.drafters import Drafter
+from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.dtypes import parse_dtype
 from decoding.generate import DecodingConfig, Engine
 from decoding.measure.machine import commit, hardware, versions
@@ -138,16 +137,13 @@ def figures(
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="folder or hub id of the target")
-    parser.add_argument("--draft", help="folder of a draft for the target")
-    parser.add_argument("--heads", nargs="+", default=[], metavar="NAME=FOLDER", help="heads for the target")
-    parser.add_argument("--dspark", help="folder of a DSpark draft for the target")
+    parser.add_argument("--drafters", nargs="+", default=["lookup"], metavar="SPEC", help="as in `headstart evaluate`")
     parser.add_argument("--prompts", required=True, help=".jsonl file")
     parser.add_argument("--limit", type=int, default=64, help="prompts")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--turns", type=int, default=7, help="turns at batch sizes above 4; twice as many below")
-    parser.add_argument("--widen", type=float, default=150e6, help="parameters of the widened target; 0 for none")
-    parser.add_argument("--dtype", default="fp32")
+    parser.add_argument("--dtype", default="fast")
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
     return parser.parse_args(arguments)
 
@@ -156,25 +152,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     model, tokenizer = load_model(options.target, parse_dtype(options.dtype)), load_tokenizer(options.target)
     target = CausalLM(model)
-    trained = read_trained(options, target, tokenizer)
-    targets = {Path(options.target).name: (target, trained)}
-    if options.widen:
-        wide, stand_in = widened_to(model, int(options.widen))
-        widened = CausalLM(wide)
-        name = f"{Path(options.target).name}, widened to {stand_in['parameters'] / 1e6:.0f}M"
-        targets[name] = widened, trained.widened(widened, stand_in["width"])
+    loader, specs = DrafterLoader(target, tokenizer), [parse_drafter(text) for text in options.drafters]
     prompts = read_prompts(options.prompts, tokenizer, options.limit)
     rows: list[dict[str, Any]] = []
     console = standard_output(width=150)
     table = Table("target", "T", "batch", "drafter", "fixed / plain", "default / plain", "default / better", "choices")
-    for name, (of_target, with_it) in targets.items():
-        for temperature in (0.0, 1.0):
-            for batch_size in options.batch_sizes:
-                config = DecodingConfig(options.max_new_tokens, SamplingConfig(temperature))
-                turns = options.turns * (1 if batch_size > 4 else 2)
-                cell = Cell(name, temperature, batch_size)
-                rows += measure(of_target, with_it.drafters(), cell, prompts, config, turns)
-                console.print(f"{name}, T={temperature:g}, batch {batch_size}: done")
+    for temperature in (0.0, 1.0):
+        for batch_size in options.batch_sizes:
+            config = DecodingConfig(options.max_new_tokens, SamplingConfig(temperature))
+            turns = options.turns * (1 if batch_size > 4 else 2)
+            cell = Cell(Path(options.target).name, temperature, batch_size)
+            drafters = {one.label_on(target): one for one in map(loader.load, specs)}  # anew, because hybrids learn
+            rows += measure(target, drafters, cell, prompts, config, turns)
+            console.print(f"T={temperature:g}, batch {batch_size}: done")
     for row in rows:
         ratios = [f"{row[key]:.2f}" for key in ("fixed_over_plain", "default_over_plain", "default_over_better")]
         chosen = ", ".join(f"{choice}: {count}" for choice, count in row["choices"].items())

@@ -1,7 +1,7 @@
 """Pools training seeds: tokens per target pass of drafters in finished evaluations, by what they were trained on.
 
-Intervals resample the questions, each with all its turns, and the seeds. The last row of the published table is the
-paired ratio of the first group to the second.
+Intervals resample the questions, each with all its turns, and the seeds. With two groups, the last row of the published
+table is their paired ratio. For a curve, a group's name is DRAFTER@TRAINED_TOKENS.
 
     python benchmarks/pooled.py --evaluations MT-Bench=FOLDER gsm8k=FOLDER \\
         --groups "own prompts=heads:a0,heads:a1" "gsm8k=heads:b0,heads:b1" --output self_written.json
@@ -45,7 +45,7 @@ def main() -> None:
             counts = {group: counts_of(runs, labels, setting) for group, labels in groups.items()}
             row = {"set": name, "setting": setting, "prompts": report["prompts"], "ratio": None}
             row["tokens_per_pass"] = {group: plain_json(tokens_per_pass(one)) for group, one in counts.items()}
-            rows.append({**row, "ratio": plain_json(ratio(*list(counts.values())[:2]))})
+            rows.append(row | ({"ratio": plain_json(ratio(*counts.values()))} if len(counts) == 2 else {}))
     write({**about, "seeds": len(next(iter(groups.values()))), "rows": rows}, options.output)
 
 

@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -144,34 +143,21 @@ DEPTHS = (1, 2, 4, 8)
 DRAFT_COSTS = (0.0, 0.1, 0.3)
 """Costs of one drafted token, in units of a target pass over one token."""
 MOST_DEPTH = 16
-BUSY = "storyteller-11m, widened to 164M"
-"""Target in the report whose measured cost curve is compared with a flat curve."""
 
 
-def speed_report() -> dict[str, Any]:
-    """Return the published report on speed."""
-    (path,) = sorted((ROOT / "benchmarks" / "results").glob("*/speed.json"))
+@cache
+def measured() -> Mapping[str, Any]:
+    """Return the published evaluation of SmolLM2-135M-Instruct, which contains the measured cost of its passes."""
+    (path,) = sorted((ROOT / "benchmarks" / "results").glob("*/smollm2.json"))
     report: dict[str, Any] = json.loads(path.read_text())
     return report
 
 
 @cache
-def measured_costs() -> Mapping[str, Mapping[int, float]]:
-    """Return v(n) of each target in the speed report: the seconds of a pass over n tokens divided by the seconds of a
-    pass over one token.
-    """
-    targets = speed_report()["targets"]
-    curves = {name: targets[name]["drafters"]["cost_curve_ms"] for name in targets}
-    return {name: {int(n): ms / curve["1"] for n, ms in curve.items()} for name, curve in curves.items()}
-
-
-@cache
-def law_costs() -> Mapping[int, float]:
-    """Return v(n) of `BUSY`, made non-decreasing: if a pass looks cheaper than a pass over fewer tokens, the difference
-    is noise.
-    """
-    curve = measured_costs()[BUSY]
-    return dict(zip(curve, accumulate(curve.values(), max), strict=True))
+def measured_costs() -> Mapping[int, float]:
+    """Return v(n): the seconds of a pass over n tokens divided by the seconds of a pass over one token."""
+    curve = measured()["cost_curve_ms"]
+    return {int(n): ms / curve["1"] for n, ms in curve.items()}
 
 
 def speedup(rate: float, depth: int, draft_cost: float, curve: Mapping[int, float] | None = None) -> float:

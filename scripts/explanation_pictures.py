@@ -166,13 +166,10 @@ def draw_costs(colours: Colours) -> Figure:
     tokens.
     """
     figure, axes = plot(
-        210, "Cost of a target pass, measured", "in passes over one token, two targets on a CPU", colours
+        210, "Cost of a target pass, measured", "in passes over one token, 135M parameters on a CPU", colours
     )
-    for (name, curve), role in zip(explained.measured_costs().items(), ("own edge", "kept edge"), strict=True):
-        axes.plot(list(curve), list(curve.values()), "o-", color=colours[role], linewidth=1.8, markersize=3.5)
-        size = name.rsplit(" ", 1)[-1] if " " in name else name.rsplit("-", 1)[-1]
-        up = 0.16 if role == "kept edge" else -0.22
-        name_curve(axes, 31, list(curve.values())[-1] + up, size.upper(), colours[role], ha="right")
+    curve = explained.measured_costs()
+    axes.plot(list(curve), list(curve.values()), "o-", color=colours["kept edge"], linewidth=1.8, markersize=3.5)
     axes.plot([1, 3], [1, 3], color=colours["dropped edge"], linewidth=1.2, linestyle=(0, (4, 2)))
     name_curve(axes, 3.3, 2.75, "token by token", colours["muted"], weight="normal")
     axes.set(xlim=(0, 33), ylim=(0, 3), xticks=(1, 4, 8, 16, 32), yticks=range(4), xlabel="new tokens in the pass")

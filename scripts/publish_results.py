@@ -12,7 +12,7 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure as Picture
-from result_pictures import crossover_figure, policies_figure
+from result_pictures import crossover_figure, curve_figure, policies_figure
 
 from decoding.measure.figures import NONE, caption, estimate, number
 from decoding.measure.markdown import text
@@ -156,6 +156,18 @@ def pooled_table(report: Report) -> str:
     return f"{table(map(text, head), cells, len(rows))}\n\n{machine_of(report)}"
 
 
+def curve_table(report: Report) -> str:
+    """Return a table with a row for each drafter and number of trained tokens, and a column for each setting."""
+    rows = report["rows"]
+    cells = []
+    for name in rows[0]["tokens_per_pass"]:
+        drafter, _, tokens = name.partition("@")
+        cells.append([text(drafter), f"{int(tokens):,}", *(_estimate(row["tokens_per_pass"][name]) for row in rows)])
+    head = ("drafter", "trained tokens", *(f"tokens per target pass, {row['setting']}" for row in rows))
+    asked = f"{rows[0]['prompts']} prompts of {text(rows[0]['set'])}, up to {report['max_new_tokens']} new tokens"
+    return f"{table(head, cells, len(rows) + 1)}\n\nSmolLM2-135M-Instruct in bf16; {asked}; {machine_of(report)}"
+
+
 def verified_table(report: Report) -> str:
     """Return a table with a row for each server of `benchmarks/verified.py`: findings of tests, and the verdict."""
 
@@ -290,11 +302,10 @@ def _by_prompt_set(report: Report, cell: Callable[[Report], str], needed: str) -
 
 def policies_caption(report: Report) -> str:
     """Describe the report of `benchmarks/policies.py` in words: target, prompts, worst cell and machine."""
-    target = report["rows"][0]["target"]
-    ratios = [row["default_over_plain"] for row in report["rows"] if row["target"] == target]
+    ratios = [row["default_over_plain"] for row in report["rows"]]
     kept = sum(ratio >= 0.97 for ratio in ratios)
     return (
-        f"{text(target)} in {report['dtype']}; prompts of {text(report['set'])}, "
+        f"{text(report['rows'][0]['target'])} in {report['dtype']}; prompts of {text(report['set'])}, "
         f"{report['max_new_tokens']} new tokens; the default policy has at least 0.97× in {kept} of {len(ratios)} "
         f"cells, and its lowest ratio is {number(min(ratios))}×; {machine_of(report)}"
     )
@@ -322,7 +333,11 @@ PAGES: dict[str, dict[str, Blocks]] = {
     "smollm2": {"README.md": (("headline", headline),), RESULTS: (("smollm2", short_table),)},
 }
 """For each name of a report, maps pages to their marked blocks, each with the function that writes the block."""
-PICTURES: dict[str, Callable[[Report], Picture]] = {"crossover": crossover_figure, "policies": policies_figure}
+PICTURES: dict[str, Callable[[Report], Picture]] = {
+    "crossover": crossover_figure,
+    "curve": curve_figure,
+    "policies": policies_figure,
+}
 MAKER = "scripts/publish_results.py"
 
 
@@ -343,9 +358,6 @@ def renewed(page: str, name: str, content: str, maker: str = MAKER) -> str:
 def main(source: str, name: str) -> None:
     """Copy the report; renew its blocks in the pages and its picture."""
     report = json.loads(Path(source).read_text())
-    for part in ("rows", "grid", "tasks"):  # "parallel" was a kind of draft that no longer exists
-        if part in report:
-            report[part] = [row for row in report[part] if not row.get("method", "").startswith("parallel")]
     pages = {}
     for page, blocks in PAGES.get(name, {}).items():
         pages[page] = (ROOT / page).read_text()

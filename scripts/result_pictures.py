@@ -7,7 +7,7 @@ from matplotlib.figure import Figure as Picture
 from decoding.measure.figures import settings
 from decoding.measure.markdown import one_line
 from decoding.measure.report.curves import draw_speedups
-from decoding.measure.report.style import COLOURS, shade_below_one, styled
+from decoding.measure.report.style import COLOURS, MARKERS, shade_below_one, styled
 from decoding.measure.results import report_from_json
 
 Report = dict[str, Any]
@@ -31,14 +31,35 @@ def crossover_figure(measured: Report) -> Picture:
 
 
 @styled
+def curve_figure(report: Report) -> Picture:
+    """Draw the tokens per target pass against the trained tokens, with a line per drafter and a panel per setting."""
+    figure = Picture(figsize=(7.0, 3.4), layout="constrained")
+    panels = figure.subplots(1, len(report["rows"]), sharey=True)
+    for axes, row in zip(panels, report["rows"], strict=True):
+        lines: dict[str, list[tuple[float, float, float, float]]] = {}
+        for name, figures in row["tokens_per_pass"].items():
+            drafter, _, tokens = name.partition("@")
+            value, low, high = (figures[key] for key in ("value", "low", "high"))
+            lines.setdefault(drafter, []).append((int(tokens), value, value - low, high - value))
+        for colour, marker, (drafter, points) in zip(COLOURS, MARKERS, lines.items(), strict=False):
+            tokens, values, below, above = zip(*points, strict=True)
+            axes.errorbar(tokens, values, (below, above), color=colour, marker=marker, capsize=2, label=drafter)
+        axes.set_xscale("log")
+        axes.set_title(row["setting"])
+        axes.set_xlabel("trained tokens")
+    panels[0].set_ylabel("tokens per target pass")
+    panels[0].legend(frameon=False)
+    return figure
+
+
+@styled
 def policies_figure(report: Report) -> Picture:
     """Draw the speed of the default policy and of constant drafting, with a panel per temperature."""
     figure = Picture(figsize=(7.0, 3.8), layout="constrained")
     temperatures = sorted({row["temperature"] for row in report["rows"]})
     panels = figure.subplots(1, len(temperatures), sharey=True)
     for axes, temperature in zip(panels, temperatures, strict=True):
-        target = report["rows"][0]["target"]  # not the widened target
-        rows = [row for row in report["rows"] if (row["target"], row["temperature"]) == (target, temperature)]
+        rows = [row for row in report["rows"] if row["temperature"] == temperature]
         for number_of, drafter in enumerate(dict.fromkeys(row["drafter"] for row in rows)):
             of_drafter = [row for row in rows if row["drafter"] == drafter]
             for way, name, style in (("default", "default policy", "o-"), ("fixed", "always drafting", "s:")):
