@@ -36,6 +36,15 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return found
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_lm_head_reads_no_strided_slice(deep: CausalLM, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, linear = list[Tensor](), torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *weights: read.append(x) or linear(x, *weights))
+    draft = PairedDSpark(tiny_dspark(deep), deep)
+    assert draft.logits(torch.randn(rows, draft.config.slots, 16), 2).shape == (rows, 2, deep.vocab_size)
+    assert read[0].stride() == (2 * 16, 16, 1)
+
+
 # --- one forward pass -------------------------------------------------------------------------------------------------
 
 MIXED = {"layer_types": ("sliding_attention", "full_attention", "sliding_attention"), "sliding_window": 4}

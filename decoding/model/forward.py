@@ -41,6 +41,15 @@ class OutputLayer(nn.Linear):
         return read(hidden, self.weight)
 
 
+def packed(hidden: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows hidden"]:
+    """Return the input of a product with a large frozen weight, without gaps between its rows.
+
+    If a dimension of a strided slice has size 1, `contiguous` keeps its stride. With such a stride torch copies the
+    whole weight for each product, which takes far longer than the product.
+    """
+    return hidden.reshape(-1, hidden.shape[-1]).contiguous().view(hidden.shape)
+
+
 def unscaled_embeddings(model: nn.Module, tokens: Tensor) -> Tensor:
     """Return the embeddings of tokens, on the tokens' device, without the factor by which some families scale them."""
     weight: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]  # nn.Module's getattr
@@ -67,12 +76,7 @@ def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] |
         if get_ident() != thread:  # another thread's pass of the same model
             return None
         captured.append(args[0])
-        if select is None:
-            return None
-        # Laid out anew: with a strided slice, torch would first copy the frozen weight, which is far slower.
-        # `contiguous` keeps the strides of a single row and position.
-        chosen = select(args[0])
-        return (chosen.reshape(-1, chosen.shape[-1]).contiguous().view(chosen.shape), *args[1:])
+        return (packed(select(args[0])), *args[1:]) if select else None
 
     with hooked(_lm_head(model).register_forward_pre_hook, hook):
         yield captured
