@@ -38,7 +38,7 @@ from decoding.files.stored import (
 )
 from decoding.model.causal_lm import CausalLM
 from decoding.model.dspark_config import REMEDY, DSparkConfig, Sight, read_dspark_config
-from decoding.model.forward import OutputLayer, attend, one_copy_of_masks, packed, unscaled_embeddings
+from decoding.model.forward import OutputLayer, attend, one_copy_of_masks, unscaled_embeddings, without_gaps
 from decoding.model.markov import BlockBias, GatedBias, MarkovBias, RecurrentBias
 from decoding.model.vocabulary import check_d2t, d2t_of, tokens_of
 
@@ -314,7 +314,7 @@ class PairedDSpark:
         """Return the logits of the next ``count`` tokens (None: all K) without the bias, as servers compute them."""
         first = self.config.slots - self.config.block_size
         read = hidden[:, first : first + (count or self.config.block_size)]
-        return F.linear(packed(read.to(self._lm_head)), self._lm_head)
+        return F.linear(without_gaps(read.to(self._lm_head)), self._lm_head)
 
     @cached_property
     def output_tokens(self) -> Int[Tensor, " outputs"] | None:

@@ -41,7 +41,7 @@ class OutputLayer(nn.Linear):
         return read(hidden, self.weight)
 
 
-def packed(hidden: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows hidden"]:
+def without_gaps(hidden: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows hidden"]:
     """Return the input of a product with a large frozen weight, without gaps between its rows.
 
     If a dimension of a strided slice has size 1, `contiguous` keeps its stride. With such a stride torch copies the
@@ -76,7 +76,7 @@ def capture_lm_head_input(model: nn.Module, select: Callable[[Tensor], Tensor] |
         if get_ident() != thread:  # another thread's pass of the same model
             return None
         captured.append(args[0])
-        return (packed(select(args[0])), *args[1:]) if select else None
+        return (without_gaps(select(args[0])), *args[1:]) if select else None
 
     with hooked(_lm_head(model).register_forward_pre_hook, hook):
         yield captured
