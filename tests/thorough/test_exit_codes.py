@@ -178,8 +178,8 @@ DIAGNOSE = "diagnose draft:draft --prompts"
 REGENERATE, CHOSEN = (f"regenerate --output out --target target --prompts{name}" for name in ("", " none.jsonl"))
 ASKED = "regenerate --output out --model m --prompts none.jsonl --endpoint"
 REJECTED = "the chat template rejects this prompt: no system"
-THREE = "three.jsonl has 3 rows that are not prompts, and the first error is: three.jsonl, line 2: field 'prompt' "
-THREE += "contains int, not text or messages: correct or remove these lines: 2, 4, 5$"
+THREE = r"three.jsonl has 3 rows that are not prompts \(the first: 2, 4, 5\), and the first error is: three.jsonl, "
+THREE += "line 2: field 'prompt' contains int, not text or messages: correct or omit the row$"
 FOUND = {
     f"{EVALUATE} system.jsonl": REJECTED,
     f"{EVALUATE} good.jsonl --task c": "--task is 'c', but",
@@ -214,8 +214,8 @@ FOUND = {
     f"{REGENERATE} good.jsonl --n 2": "n is 2, but at temperature 0 all answers are equal",
     f"{REGENERATE} three.jsonl": THREE,
     f"{REGENERATE} self:9,except=three.jsonl": THREE,
-    f"{REGENERATE} many.jsonl": " has 102 rows .*: correct or remove these lines: 2, 4, 5, 6, 7, .*, …$",
-    f"{REGENERATE} wording.jsonl": "has 3 rows .*; it has wording: rename the prompt's field, or name it: ",
+    f"{REGENERATE} many.jsonl": r" has 102 rows .* \(the first: 2, 4, 5, 6, 7, .*, 22\), and the first error is",
+    f"{REGENERATE} wording.jsonl": "has 3 rows .*; it has wording: rename the prompt's field, or .* in most commands$",
 }
 
 
