@@ -195,7 +195,7 @@ class _Stream:
         HfApi().auth_check(self.hub.repo_id, repo_type="dataset")  # the datasets library hides the reason for a refusal
         splits: Any = datasets.load_dataset(self.hub.repo_id, self.config, revision=self.commit, streaming=True)
         if self.split not in splits:
-            remedy = "use one of these as data.split or in ORG/NAME::SPLIT; data.max_rows or --limit takes only some rows"
+            remedy = "use one of these as data.split or in ORG/NAME::SPLIT; data.max_rows or --limit takes some rows"
             raise UserError(f"it lacks the split {self.split!r}; it has {' and '.join(splits)}", remedy)
         rows: Iterable[dict[str, Any]] = splits[self.split]
         return rows
