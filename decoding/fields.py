@@ -14,11 +14,15 @@
 """
 
 import json
+import logging
+from collections import Counter
 from collections.abc import Iterable, Set
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from decoding.errors import UserError
+
+_LOGGER = logging.getLogger(__name__)
 
 CONVERSATIONS = ("messages", "conversations", "chosen")
 """Columns whose messages contain answers. ``chosen`` is one of them only in preference rows without a prompt (TRL)."""
@@ -65,6 +69,7 @@ ms-swift, verl).
 """
 UNTRAINED = {"weight": 0}
 """The entry that marks a checked message which training must leave out (OpenAI)."""
+_GREETING = "the assistant's greeting before the first question"
 _SPOKEN = ("role", "from", "content", "value")
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _TEXT_ANSWERS = ("answer", "response", "completion")
@@ -97,12 +102,15 @@ class Prompt(NamedTuple):
     """The columns that the messages come from."""
     begins: int
     """Number of messages before the prompt itself."""
+    unread: tuple[str, ...]
+    """What is left out of the messages, in words: a greeting, or nothing."""
 
 
 def prompt_of(row: dict[str, Any], field: str | None, where: str) -> Prompt:
     """Return the row's prompt and the messages before the prompt.
 
-    The prompt is read from the column ``field``, or from the first of `PROMPT_FIELDS` that the row has.
+    The prompt is read from the column ``field``, or from the first of `PROMPT_FIELDS` that the row has. What the
+    assistant says before the user's first message is left out: it answers nothing, and many templates reject it.
 
     Raises UserError, naming the row by ``where``, if the column is missing or contains neither text nor messages.
     """
@@ -127,7 +135,11 @@ def prompt_of(row: dict[str, Any], field: str | None, where: str) -> Prompt:
     if earlier := _history(row.get("history"), where):
         before += earlier
         columns.add("history")
-    return Prompt(name, before + own, frozenset(columns), len(before))
+    said = before + own
+    first = next((index for index, message in enumerate(said) if message["role"] == "user"), 0)
+    kept = [i for i, m in enumerate(said) if i >= first or m["role"] != "assistant" or "tool_calls" in m]
+    begins, unread = sum(index < len(before) for index in kept), (_GREETING,) * (len(kept) < len(said))
+    return Prompt(name, [said[index] for index in kept], frozenset(columns), begins, unread)
 
 
 def answer_of(row: dict[str, Any], name: str, where: str) -> list[Message]:
@@ -144,6 +156,13 @@ def unread_columns(row: dict[str, Any], columns: Set[str], messages: Iterable[Me
     return tuple(
         name for name, value in row.items() if name not in columns and not is_metadata(name) and value not in said
     )
+
+
+def warn_of_unread(name: object, unread: Counter[str]) -> None:
+    """Log the unread columns and messages of the rows of a source; ``unread`` counts the rows of each."""
+    if unread:
+        listed = " and ".join(f"{what} ({count:,} rows)" for what, count in unread.items())
+        _LOGGER.warning("%s has content that is not read: %s; docs/how-to/data.md says what is read", name, listed)
 
 
 def is_metadata(name: str) -> bool:
@@ -167,7 +186,7 @@ def _spoken(value: Any, name: str, role: str, where: str) -> list[Message]:
     if isinstance(value, dict | list):
         return check_messages(value if isinstance(value, list) else [value], where)
     held = "is empty (null)" if value is None else f"contains {type(value).__name__}"
-    raise UserError(f"{where}: field {name!r} {held}, not text or messages")
+    raise UserError(f"{where}: field {name!r} {held}, not text or messages", "correct or omit the row")
 
 
 def _history(value: Any, where: str) -> list[Message]:

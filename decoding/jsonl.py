@@ -12,15 +12,20 @@ _FROM_CSV = "docs/how-to/data.md shows how to convert such a table"
 _ROWS_AT_ONCE = 256
 
 
-def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield each row of a .jsonl file, parsed by `parse_row`, or of a .parquet file, as (number from 1, row)."""
+def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each row of a .jsonl file, parsed by `parse_row`, or of a .parquet file, as (place for errors, row)."""
     for number, line in unparsed_rows(path):
-        yield number, parse_row(line, f"{path}, line {number}")
+        yield (where := place_of(path, number, line)), parse_row(line, where)
 
 
 def unparsed_rows(path: str | Path) -> Iterator[tuple[int, bytes | dict[str, Any]]]:
-    """Yield each row as `read_rows` does, but do not parse lines yet, so that a reader can skip bad lines."""
+    """Yield each row as (number from 1, row), but do not parse lines yet, so that a reader can skip bad lines."""
     return read_parquet(path) if Path(path).suffix == ".parquet" else read_lines(path)
+
+
+def place_of(name: str | Path, number: int, row: bytes | dict[str, Any]) -> str:
+    """Return the place of a row for error messages; only .jsonl files have lines."""
+    return f"{name}, {'row' if isinstance(row, dict) else 'line'} {number}"
 
 
 def read_parquet(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:

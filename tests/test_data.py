@@ -95,7 +95,7 @@ def test_a_template_that_marks_everything_is_refused_naming_the_line(tmp_path: P
 
 
 def test_messages_without_a_chat_template_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="line 1: 'messages' rows need a chat template, and the tokenizer has none"):
+    with pytest.raises(ValueError, match="line 1: 'messages' rows need a chat template, which the tokenizer lacks"):
         load(tmp_path, [chat("a", "b")])
 
 

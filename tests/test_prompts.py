@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 from tiny_tokenizer import byte_tokenizer
 from tiny_training import tiny_tokenizer
@@ -12,7 +13,7 @@ from decoding.fields import ANSWER_FIELDS, PROMPT_FIELDS, find_answer, prompt_of
 from decoding.jsonl import read_lines, read_rows
 from decoding.measure.questions import read_prompts
 from decoding.prompts import encode_prompt
-from trainer.data.conversations import read_conversations
+from trainer.data.conversations import check_prompts, read_conversations
 
 CHAT = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}{% if add_generation_prompt %}:{% endif %}"
 
@@ -70,6 +71,13 @@ def test_a_chat_template_is_used_for_questions_but_not_for_texts(tmp_path: Path)
 def test_a_bad_row_is_named_by_its_line(tmp_path: Path, content: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         read_prompts(written(tmp_path, content), byte_tokenizer(), 5)
+
+
+def test_a_bad_row_of_a_parquet_file_is_called_a_row(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": [3]}), path := tmp_path / "rows.parquet")
+    for read in (lambda: read_prompts(path, byte_tokenizer(), 5), lambda: check_prompts(path, None, None)):
+        with pytest.raises(ValueError, match=r"rows\.parquet, row 1: field 'prompt' .*: correct or omit the row$"):
+            read()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Rows in the formats of other tools: every column and field is read with its original meaning, or reported."""
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from tiny_models import counting_model
 from tiny_tokenizer import TOOL_TEMPLATE, byte_tokenizer
 from tiny_training import write_rows
 
-from decoding.measure.questions import Asker, read_questions
+from decoding.fields import prompt_of
+from decoding.measure.questions import Asker, read_prompts, read_questions
 from trainer.commands.inspection import marked_text, run_inspect
 from trainer.commands.options import InspectOptions, RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
 from trainer.data.batch import Example
-from trainer.data.conversations import _without_greeting, read_conversations
+from trainer.data.conversations import RowNotes, check_prompts, read_conversations
 from trainer.terminal.console import standard_output
 
 BARE = "{% for m in messages if m.role != 'system' %}{{ m.role }}:{{ m.content }};{% endfor %}"
@@ -99,12 +101,30 @@ def test_rows_are_read_as_their_origin_means_them(
 def test_a_greeting_before_the_first_question_is_left_out_and_reported(
     tmp_path: Path, template: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = [{"messages": [NO, ASKED, YES]}, {"prompt": [NO, ASKED], "completion": [YES]}]
-    examples = load(tmp_path, *rows, {"conversations": [NO, *SHAREGPT], "system": "S"}, template=template).examples
+    rows: list[Any] = [{"messages": [NO, ASKED, YES]}, {"prompt": [NO, ASKED], "completion": [YES]}]
+    rows += [{"prompt": "Hi", "chosen": [NO, ASKED, YES]}, {"conversations": [NO, *SHAREGPT], "system": "S"}]
+    examples = load(tmp_path, *rows, template=template).examples
     (message,) = caplog.messages
-    assert [*map(shown, examples)] == [PLAIN, PLAIN, SYSTEM] and f"not read: {GREETED} (3 rows);" in message
-    calls = [*_without_greeting([CALLING | {"tool_calls": [OBJECT]}, RESULT, ASKED, YES])]
-    assert [len(calls[0]), calls[1]] == [4, ()], "a call is no greeting"
+    assert [*map(shown, examples)] == [PLAIN, PLAIN, PLAIN, SYSTEM] and f"not read: {GREETED} (4 rows);" in message
+    calls = prompt_of({"messages": [CALLING, RESULT, ASKED, YES]}, None, "here")
+    assert (len(calls.messages), calls.unread) == (4, ()), "a call is no greeting"
+
+
+def test_every_reader_of_prompts_counts_the_greetings_that_it_leaves_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": [NO, ASKED, YES]}] * 2 + [{"prompt": "Hi"}])
+    read_questions(path)  # evaluate
+    read_prompts(path, byte_tokenizer(TOOL_TEMPLATE), 3)  # verify and plan
+    check_prompts(path, None, 3)  # diagnose and realign
+    sentence = f"{path} has content that is not read: {GREETED} (2 rows); docs/how-to/data.md says what is read"
+    assert caplog.messages == [sentence] * 3
+
+
+def test_bad_rows_of_a_stream_are_counted_and_only_the_first_errors_are_kept() -> None:
+    notes, rows = RowNotes(), [*[dict[str, Any](prompt=1)] * 99, {"prompt": "Hi"}]
+    found = [*read_conversations("stream", None, None, 1, chat=True, stream=rows, notes=notes)]
+    assert (len(found), notes.bad, [*notes.errors]) == (1, 99, [*range(1, 21)])
 
 
 def test_an_answer_that_is_not_to_be_trained_gives_no_sequence_of_its_own(tmp_path: Path) -> None:
@@ -232,7 +252,9 @@ def test_columns_that_nobody_reads_are_reported_once_with_their_rows(
     assert caplog.messages == [message] * 2
 
 
-def test_regenerate_reports_columns_too_and_the_target_hears_the_system_message(tmp_path: Path) -> None:
+def test_regenerate_reports_columns_too_and_the_target_hears_the_system_message(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Answers are written again, so columns about the old answers are not reported."""
     counting_model(128).save_pretrained(tmp_path / "target")
     byte_tokenizer(TOOL_TEMPLATE).save_pretrained(tmp_path / "target")
@@ -243,8 +265,9 @@ def test_regenerate_reports_columns_too_and_the_target_hears_the_system_message(
         prompts=path, output=tmp_path / "out.jsonl", target=str(tmp_path / "target"), max_new_tokens=2, temperature=0.0
     )
     run_regenerate(options, standard_output(file=output, width=500))
-    assert output.getvalue().count("content that is not read") == 1 and f"{REPORT} and" in output.getvalue()
-    assert f" and {GREETED} (1 rows);" in output.getvalue()
+    (message,) = caplog.messages
+    assert f"{REPORT} and" in message and f" and {GREETED} (1 rows);" in message
+    assert re.search(r"mean number of tokens per answer +│ +2\.0", output.getvalue())
     assert '{"role": "system", "content": "S"}' in options.output.read_text()
 
 
@@ -271,6 +294,8 @@ def test_prompts_to_answer_are_read_in_the_same_way(tmp_path: Path, row: dict[st
     ("row", "prompt"),
     [
         ({"system": "S", "messages": [ASKED, YES]}, "system:S;user:Hi;"),
+        ({"system": "S", "messages": [NO, ASKED, YES]}, "system:S;user:Hi;"),
+        ({"history": [NO], "prompt": [ASKED]}, "user:Hi;"),
         ({"instruction": "Hi", "history": [["A", "B"]]}, "user:A;assistant:B;user:Hi;"),
         ({"prompt": [ASKED, NO, ASKED], "completion": [YES]}, "user:Hi;assistant:No;user:Hi;"),
         ({"input": [ASKED], "output": "Yes", "system_prompt": "S"}, "system:S;user:Hi;"),

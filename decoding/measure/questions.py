@@ -18,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError
-from decoding.fields import CONVERSATIONS, Tools, find_answer, prompt_of, tools_of
+from decoding.fields import CONVERSATIONS, Tools, find_answer, prompt_of, tools_of, warn_of_unread
 from decoding.jsonl import read_rows
 from decoding.prompts import encode_prompt
 
@@ -46,6 +46,8 @@ class Question:
     later: tuple[str, ...] = ()
     plain: bool = False
     tools: Tools | None = None
+    unread: tuple[str, ...] = ()
+    """As in `decoding.fields.Prompt`."""
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -73,6 +75,7 @@ def read_questions(path: str | Path, field: str | None = None) -> list[Question]
     for file in files:
         read = _questions(file, field)
         questions += read if len(files) == 1 else (replace(question, task=file.stem) for question in read)
+    warn_of_unread(path, Counter(part for question in questions for part in question.unread))
     ids = Counter(question.id for question in questions)
     if max(ids.values()) > 1:
         questions = [replace(question, id=str(line)) for line, question in enumerate(questions, start=1)]
@@ -88,6 +91,7 @@ def read_prompts(
     """
     every = (question for file in _files(str(path)) for question in _questions(file, field))
     asker = Asker(list(islice(every, limit)), tokenizer, all_turns=False)
+    warn_of_unread(path, Counter(part for question in asker.questions for part in question.unread))
     return [asker.prompt(index) for index in range(len(asker.questions))]
 
 
@@ -119,8 +123,8 @@ def _rows_in(folder: Path) -> list[Path]:
 def _questions(path: str | Path, field: str | None) -> Iterator[Question]:
     """Yield the questions as they are read; raise UserError if the file contains none."""
     number = 0
-    for number, (line, row) in enumerate(read_rows(Path(path)), start=1):
-        yield _question(number, row, field, f"{path}, line {line}")
+    for number, (where, row) in enumerate(read_rows(path), start=1):
+        yield _question(number, row, field, where)
     if not number:
         raise UserError(f"{path} contains no prompts: use a .jsonl file with one prompt per line")
 
@@ -138,7 +142,7 @@ def _with_tasks(questions: list[Question]) -> list[Question]:
 
 
 def _question(number: int, row: dict[str, Any], field: str | None, where: str) -> Question:
-    name, messages, _, begins = prompt_of(row, field, where)
+    name, messages, _, begins, unread = prompt_of(row, field, where)
     later: tuple[str, ...] = ()
     roles = [message["role"] for message in messages[begins:]]
     if "assistant" in roles and (name in CONVERSATIONS or roles[-1] == "assistant"):
@@ -155,7 +159,7 @@ def _question(number: int, row: dict[str, Any], field: str | None, where: str) -
     named = next((row[key] for key in _ID_FIELDS if row.get(key) is not None), number)
     task = next((row[key] for key in _TASK_FIELDS if isinstance(row.get(key), str)), None)
     plain = field is None and name == "text" and find_answer(row) is None
-    return Question(str(named), task, tuple(messages), later, plain, tools_of(row, where))
+    return Question(str(named), task, tuple(messages), later, plain, tools_of(row, where), unread)
 
 
 def evenly(questions: Sequence[Question], limit: int) -> list[Question]:

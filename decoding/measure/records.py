@@ -150,15 +150,18 @@ def open_records(folder: Path, rank: int, provenance: Mapping[str, Any]) -> Reco
     return records
 
 
-def check_origin(folder: Path, origin: Mapping[str, Any]) -> None:
-    """Raise UserError if the folder holds records with other settings; the message names the first difference."""
+def check_origin(folder: Path, origin: Mapping[str, Any], partly: bool = False) -> None:
+    """Raise UserError if the folder holds records with other settings; the message names the first difference.
+
+    ``partly``: compare only the settings that ``origin`` has.
+    """
     wanted = json.loads(json.dumps(origin))
     for file in record_files(folder):
         lines = read_lines(file)
         if not lines:
             continue
         recorded = provenance_of(lines, file).get("identity", {})
-        for name in {**wanted, **recorded}:
+        for name in wanted if partly else {**wanted, **recorded}:
             if (recorded.get(name) or None) != (wanted.get(name) or None):  # older records omit options that are off
                 raise UserError(
                     f"{file} contains runs with {name} {json.dumps(recorded.get(name)):.60}, not "

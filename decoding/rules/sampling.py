@@ -61,7 +61,7 @@ class SamplingConfig:
             ("temperature", 0 <= self.temperature < infinite, "0 for greedy decoding, or a positive number"),
             ("top_k", self.top_k >= 0, "0 to switch it off, or a positive number of tokens"),
             ("top_p", 0 < self.top_p <= 1, "a share of probability in (0, 1]"),
-            ("min_p", 0 <= self.min_p < 1, "a share of the best token's probability in [0, 1)"),
+            ("min_p", 0 <= self.min_p < 1, "a number in [0, 1): a share of the best token's probability"),
             ("typical_p", 0 < self.typical_p <= 1, "a share of probability in (0, 1]"),
             ("repetition_penalty", 0 < self.repetition_penalty < infinite, "a positive number (1 means no penalty)"),
         ):

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from trainer.cli import app
 from trainer.commands.usage import guarded
+from trainer.servers.connection import Connection, Endpoint
 from trainer.terminal.exit_codes import ExitCode, exit_code_line
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,6 +164,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rejecting = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     byte_tokenizer(rejecting + "{{ m.content }}{% endfor %}").save_pretrained(folder / "target")
     tiny_model(vocab=128).save_pretrained(folder / "draft")
+    (folder / "old").mkdir()
+    write_rows(folder / "old" / "runs-0.jsonl", [{"provenance": {"identity": {"limit": 1}}}])
     write_rows(folder / "good.jsonl", [{"prompt": "a"}] * 3)
     write_rows(folder / "system.jsonl", [{"prompt": "a", "system": "S"}])
     write_rows(folder / "wording.jsonl", [{"wording": "a"}] * 3)
@@ -178,11 +181,17 @@ DIAGNOSE = "diagnose draft:draft --prompts"
 REGENERATE, CHOSEN = (f"regenerate --output out --target target --prompts{name}" for name in ("", " none.jsonl"))
 ASKED = "regenerate --output out --model m --prompts none.jsonl --endpoint"
 REJECTED = "the chat template rejects this prompt: no system"
-THREE = "three.jsonl has 3 rows that are not prompts, and the first error is: three.jsonl, line 2: field 'prompt' "
-THREE += "contains int, not text or messages: correct or remove these lines: 2, 4, 5$"
+THREE = r"three.jsonl has 3 rows that are not prompts \(the first: 2, 4, 5\), and the first error is: three.jsonl, "
+THREE += "line 2: field 'prompt' contains int, not text or messages: correct or omit the row$"
 FOUND = {
     f"{EVALUATE} system.jsonl": REJECTED,
     f"{EVALUATE} good.jsonl --task c": "--task is 'c', but",
+    f"{EVALUATE} none.jsonl --drafter nothing": "no drafter is called 'nothing'",
+    "evaluate --output old --prompts none.jsonl": "old/runs-0.jsonl contains runs with",
+    "evaluate --output old --prompts none.jsonl --restart": "none.jsonl is not there",
+    **{f"{words} none.jsonl --drafter heads:./gone": "there is no folder ./gone" for words in (EVALUATE, VERIFY)},
+    f"{PLAN} --drafter heads:./gone": "there is no folder ./gone",
+    "chat --drafter heads:./gone": "there is no folder ./gone",
     f"{PLAN} --drafter lookup --drafter lookup": "--drafter lookup is given twice",
     f"{PLAN} --drafter lookup --batch-size much": "'--batch-size': much is not a",
     f"{VERIFY} none.jsonl": "none.jsonl is not there",
@@ -194,6 +203,8 @@ FOUND = {
     f"{SERVED} nowhere": "--endpoint is not a server's address",
     "chat --rule none-such": "no rule is called 'none-such'",
     'chat --chat-template-kwargs {"a":1}': "chat_template_kwargs has a, which the chat template does not read: omit it",
+    **{f"{words} system.jsonl --endpoint http://x/v1 --model m": REJECTED for words in (VERIFY, DIAGNOSE)},
+    f"{DIAGNOSE} none.jsonl --endpoint nowhere --model m": "--endpoint is not a server's address",
     f"{DIAGNOSE} none.jsonl --endpoint http://x/v1": "pass it as --model",
     f"{DIAGNOSE} none.jsonl --exported nowhere": "a server cannot load nowhere",
     "diagnose lookup --prompts none.jsonl": "does not have trained weights",
@@ -209,13 +220,14 @@ FOUND = {
     f"{CHOSEN} --timeout 3": "--timeout does nothing without --endpoint",
     f"{CHOSEN} --top-p 2": "top_p is 2.0: use",
     f"{CHOSEN} --drafter nothing": "no drafter is called 'nothing'",
+    f"{CHOSEN} --drafter heads:./gone": "there is no folder ./gone",
     f"{CHOSEN} --dtype int3": "int3",
     "regenerate --output draft --target target --prompts none.jsonl": "--output draft is a folder: name a .jsonl file",
     f"{REGENERATE} good.jsonl --n 2": "n is 2, but at temperature 0 all answers are equal",
     f"{REGENERATE} three.jsonl": THREE,
     f"{REGENERATE} self:9,except=three.jsonl": THREE,
-    f"{REGENERATE} many.jsonl": " has 102 rows .*: correct or remove these lines: 2, 4, 5, 6, 7, .*, …$",
-    f"{REGENERATE} wording.jsonl": "has 3 rows .*; it has wording: rename the prompt's field, or name it: ",
+    f"{REGENERATE} many.jsonl": r" has 102 rows .* \(the first: 2, 4, 5, 6, 7, .*, 22\), and the first error is",
+    f"{REGENERATE} wording.jsonl": "has 3 rows .*; it has wording: rename the prompt's field, or .* in most commands$",
 }
 
 
@@ -223,8 +235,10 @@ FOUND = {
 def test_what_is_wrong_in_options_and_files_is_found_before_a_target_is_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
+    opened = dict[Endpoint, Connection]()
     monkeypatch.setattr("trainer.commands.models.load_model", lambda *_, **__: pytest.fail("it loads the target"))
+    monkeypatch.setattr("trainer.servers.client.Connection", lambda at: opened.setdefault(at, Connection(at)))
     monkeypatch.chdir(folder)
     code, said = run(*words.split(), *([] if words.startswith("regenerate") else ["--target", "target"]))
     assert code == ExitCode.BAD_INPUT and re.search(FOUND[words], said)
-    assert not (folder / "out").is_file()
+    assert not (folder / "out").exists() and all(connection.client.is_closed() for connection in opened.values())

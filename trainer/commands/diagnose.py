@@ -75,7 +75,6 @@ def _compare(options: DiagnoseOptions, named: SpeculatorName, watch: Console) ->
             given = [ServerCounts(parse_counts(text, options.model), 0.0, "; these counts may include other prompts")]
             page = None
     tokenizer = load_tokenizer(options.target, options.trust_remote_code)
-    connection = None if options.endpoint is None else connect(options.endpoint, options.model or "")
     heldout = read_heldout(options.prompts, None, options.limit, tokenizer)
     target = read_target(options.target, options)
     speculator = load_speculator(named, target, options.trust_remote_code)
@@ -96,7 +95,7 @@ def _compare(options: DiagnoseOptions, named: SpeculatorName, watch: Console) ->
         local_folder(options.target, weights=False),
         options.trust_remote_code,
     )
-    with connection or nullcontext() as model:
+    with connect(options.endpoint, options.model or "") if options.endpoint else nullcontext() as model:
         return list(diagnose(replay, model, page, given, lambda stage: say(watch, f"{stage} …", style="dim")))
 
 

@@ -110,6 +110,9 @@ def _prepared(
     temperatures = [setting.temperature for setting in settings_of(config)]
     notes = process.console if process.is_first else Console(quiet=True)
     drafters = asked_or_planned(options.drafter or (), options.plan, options, temperatures, config.batch_sizes, notes)
+    specs = read_specs(drafters)
+    if not options.restart:
+        check_origin(options.output, _settings(options), partly=True)
     every = read_questions(options.prompts, options.prompt_field)
     chosen = chosen_questions(every, options, process)
     tokenizer = read_tokenizer(options.target, options)
@@ -117,7 +120,7 @@ def _prepared(
     asker = Asker(chosen, tokenizer, all_turns=config.contexts == (None,), filler=every)
     for index in range(len(chosen)):
         asker.prompt(index)  # a prompt that the template rejects is reported before the target is loaded
-    models = load_models(options, read_specs(drafters), tokenizer)
+    models = load_models(options, specs, tokenizer)
     config = replace(config, eos_token_ids=eos_token_ids(models.target.model, tokenizer))
     asker = _fitting(asker, config, models)
     _check_filled(asker, config, options.prompts)
@@ -128,8 +131,7 @@ def _prepared(
         "prompts_from": one_line(published_name(options.prompts)),
         "prompts_left_out": len(chosen) - len(asker.questions),
     }
-    measurement = Measurement(models.target, methods, asker, config, rank=process.rank, world=process.world)
-    return measurement, tokenizer, about
+    return Measurement(models.target, methods, asker, config, rank=process.rank, world=process.world), tokenizer, about
 
 
 def _measured(
@@ -221,6 +223,13 @@ def _check_filled(asker: Asker, config: EvaluationConfig, prompts: str) -> None:
 # --- the report's account of itself -----------------------------------------------------------------------------------
 
 
+def _settings(options: EvaluateOptions) -> dict[str, Any]:
+    """Return the settings that are known before a model is loaded."""
+    shown = without_local_paths({name: getattr(options, name) for name in _PUBLISHED})
+    lists = {name: list(getattr(options, name)) for name in ("settings", "temperature", "batch_size", "policy")}
+    return {**shown, **lists, "context": list(options.context or (None,))}
+
+
 def _account(options: EvaluateOptions, config: EvaluationConfig, models: LoadedModels, asker: Asker) -> dict[str, Any]:
     """Return an account of the evaluation, without local paths: the command, its settings, and the fingerprints of all
     inputs.
@@ -234,15 +243,7 @@ def _account(options: EvaluateOptions, config: EvaluationConfig, models: LoadedM
     prompts = [asker.prompt(index, context) for context in config.contexts for index in range(len(asker.questions))]
     return {
         "command": published_command(sys.argv),
-        "settings": {
-            **without_local_paths({name: getattr(options, name) for name in _PUBLISHED}),
-            "settings": list(config.settings),
-            "temperature": list(config.temperatures),
-            "batch_size": list(config.batch_sizes),
-            "context": list(config.contexts),
-            "policy": list(config.policies),
-            "static": models.target.shapes,
-        },
+        "settings": {**_settings(options), "static": models.target.shapes},
         "asked": {**asker.asked(), "contexts": list(config.contexts)},
         "drafters": dict(zip(models.specs, names, strict=True)),
         "trained": {
@@ -253,7 +254,7 @@ def _account(options: EvaluateOptions, config: EvaluationConfig, models: LoadedM
         "fingerprints": {
             "target": stored_fingerprint(options.target, trusted),
             **{name: stored_fingerprint(path, trusted) for name, path in paths.items()},
-            "tokenizer": tokenizer_fingerprint(models.tokenizer),
+            "tokenizer": tokenizer_fingerprint(asker.tokenizer),
             "prompts": prompts_fingerprint(prompts),
         },
         "revisions": revisions({"target": options.target, **paths}),

@@ -13,6 +13,7 @@ from decoding.drafters.registry import DrafterLoader, parse_drafter
 from decoding.drafters.spec import DrafterSpec
 from decoding.dtypes import parse_dtype
 from decoding.errors import UserError, check_once
+from decoding.files.hub import local_folder
 from decoding.measure.markdown import one_line
 from decoding.measure.redact import published_name, without_local_paths
 from decoding.model.architecture import static_of
@@ -28,15 +29,16 @@ if TYPE_CHECKING:
 
 def read_target(name: str, options: LoadingOptions) -> CausalLM:
     """Load the target of this name."""
-    dtype, trusted = parse_dtype(options.dtype), options.trust_remote_code
-    model = load_model(name, dtype, trust_remote_code=trusted)
+    model = load_model(name, parse_dtype(options.dtype), trust_remote_code=options.trust_remote_code)
     return CausalLM(model, static=static_of("auto", model), batch_invariant=options.batch_invariant)
 
 
 def read_specs(texts: Sequence[str]) -> list[DrafterSpec]:
-    """Parse the values of ``--drafter`` without loading weights."""
+    """Parse the values of ``--drafter`` without loading weights; raise UserError for a folder that does not exist."""
     specs = [parse_drafter(text) for text in texts]
     check_once("--drafter", map(str, specs))
+    for path in chain(*(spec.paths.values() for spec in specs)):
+        local_folder(path, weights=False)
     return specs
 
 
@@ -95,7 +97,9 @@ def _distinct(names: Sequence[str]) -> list[str]:
 
 
 def check_endpoint(endpoint: str | Sequence[str] | None, model: str | None) -> None:
-    """Raise UserError if only one of endpoint and model is set, or if `openai` is not installed."""
+    """Raise UserError if only one of endpoint and model is set, if `openai` is not installed, or if the address of a
+    single endpoint is malformed.
+    """
     if endpoint is None:
         if model is not None:
             raise UserError(f"--model {model} needs an --endpoint", "use both options, or neither")
@@ -104,6 +108,9 @@ def check_endpoint(endpoint: str | Sequence[str] | None, model: str | None) -> N
         raise UserError("--endpoint needs the name of a model", "pass it as --model")
     if importlib.util.find_spec("openai") is None:
         raise UserError("--endpoint needs the package openai", "pip install 'headstart[endpoint]'")
+    if isinstance(endpoint, str):
+        with connect(endpoint, model):
+            pass  # the client was opened only to check the address
 
 
 def connect(endpoint: str, model: str) -> "ServedModel":

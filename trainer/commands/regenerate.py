@@ -5,7 +5,6 @@ unavailable or the target was tuned by reinforcement learning. Answers by other 
 distribution. The target can also write the prompts (`trainer.data.self_written`).
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -26,10 +25,10 @@ from decoding.measure.machine import commit, versions
 from decoding.model.loading import eos_token_ids, stored_generation_config
 from decoding.prompts import read_variables
 from decoding.rules.sampling import SamplingConfig
-from trainer.commands.models import check_endpoint, read_target, read_tokenizer
+from trainer.commands.models import check_endpoint, read_specs, read_target, read_tokenizer
 from trainer.commands.options import RegenerateOptions
 from trainer.data.answers import AnswerFile, Backend, Summary, answer, described_prompts
-from trainer.data.conversations import OpenConversation, check_prompts, read_conversations, report_bad, report_unread
+from trainer.data.conversations import OpenConversation, RowNotes, check_prompts, read_conversations
 from trainer.data.self_written import LONGEST, WRITING, PromptDraws, SelfWritten, UserTurn, read_request
 from trainer.data.sources import DRAWS, PRESETS, stream_prompts
 from trainer.files.folders import fingerprint_of, sha256_of
@@ -55,12 +54,11 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
     if options.chat_template_kwargs is not None:
         made_by["chat_template_kwargs"] = options.chat_template_kwargs
     asked = given or _self_written(options, wanted, made_by, writing, watched)
-    bad: dict[int, str] | None = {} if asked.is_stream else None
+    notes = RowNotes() if asked.is_stream else None
     read = partial(
-        read_conversations, asked.name, asked.field, options.limit, options.n, made_by["chat"], asked.rows, bad
+        read_conversations, asked.name, asked.field, options.limit, options.n, made_by["chat"], asked.rows, notes
     )
-    unread = Counter[str]()
-    begun = _watched_for_tools(read(unread), backend, watched)
+    begun = _watched_for_tools(read(), backend, watched)
     if asked.is_stream:
         total = options.limit and options.limit * options.n
         # The first is read before a file is created, so that a stream that cannot be read leaves no file.
@@ -72,15 +70,12 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
     settings |= {"n": options.n, "seed": options.seed}
     if wanted and wanted.turns > 1:
         settings["turns"] = wanted.turns
-        later = ((),) * (wanted.turns - 1)
-        conversations = (replace(conversation, turns=(*conversation.turns, *later)) for conversation in conversations)
+        conversations = (replace(each, turns=each.turns + ((),) * (wanted.turns - 1)) for each in conversations)
     about = {"prompts": asked.about, "commit": commit(), "versions": versions()}
     with AnswerFile(options.output, settings, about, backend.encoder) as answers:
         summary = answer(backend, conversations, answers, watched, total)
-    if bad:
-        say(watched, f"left out: {report_bad(asked.name, bad)}")
-    if unread:
-        say(watched, report_unread(options.prompts, unread))
+    if notes and notes.bad:
+        say(watched, f"left out: {notes.report_bad(asked.name)}")
     console.print(_table(summary))
     answers.check_not_empty()
     if summary.truncated:
@@ -173,7 +168,7 @@ def _table(summary: Summary) -> Table:
         "already answered": summary.before,
         "answered now": summary.answered,
         "answers": summary.answers,
-        "mean tokens of an answer": f"{summary.tokens / summary.answers:.1f}" if summary.answers else None,
+        "mean number of tokens per answer": f"{summary.tokens / summary.answers:.1f}" if summary.answers else None,
         "cut off": summary.truncated,
         "later turns left out": summary.unasked or None,
         "text only, without token ids": summary.texts_alone or None,
@@ -221,7 +216,7 @@ def _check(options: RegenerateOptions, wanted: SelfWritten | None) -> SamplingCo
         raise UserError(f"--output {options.output} is a folder: name a .jsonl file")
     parse_dtype(options.dtype)
     if options.drafter is not None:
-        parse_drafter(options.drafter)
+        read_specs([options.drafter])
     if options.chat_template_kwargs is not None:
         read_variables(options.chat_template_kwargs)
     if options.temperature is None and options.top_p is None:
@@ -235,11 +230,10 @@ def _endpoints(options: RegenerateOptions, wanted: SelfWritten | None, asked: Sa
     from trainer.servers.connection import Endpoint
     from trainer.servers.endpoint import EndpointBackend
 
-    addresses = [address.strip() for given in options.endpoint or () for address in given.split(",")]
     settings: dict[str, Any] = {name: getattr(options, name) for name in ("model", "concurrency", "timeout")}
     config = DecodingConfig(options.max_new_tokens or _MOST_TOKENS, seed=options.seed)
     variables = None if options.chat_template_kwargs is None else read_variables(options.chat_template_kwargs)
-    endpoints = [Endpoint(address=address, **settings) for address in addresses]
+    endpoints = [Endpoint(address=each.strip(), **settings) for each in ",".join(options.endpoint or ()).split(",")]
     writing = None
     if wanted is not None:
         user = UserTurn(read_tokenizer(str(options.target), options))
@@ -280,15 +274,14 @@ def _target(options: RegenerateOptions, wanted: SelfWritten | None, sampling: Sa
     if user is not None:
         drawing = user.config(config, target.max_positions)
         writing = user, TargetBackend(target, tokenizer, drafter, drawing, options.batch_size)
-    # Recorded because other kernels may round differently.
-    more: dict[str, Any] = {} if target.shapes == "off" else {"static": target.shapes}
-    if options.batch_invariant:
-        more["batch_invariant"] = True
+    # Shapes and invariance are recorded because other kernels may round differently.
     settings = {
+        "chat": tokenizer.chat_template is not None,
         "dtype": str(target.dtype).removeprefix("torch."),
-        **more,
+        **({} if target.shapes == "off" else {"static": target.shapes}),
+        **({"batch_invariant": True} if options.batch_invariant else {}),
         **_controls(sampling),
         "max_new_tokens": most,
         "target_fingerprint": stored_fingerprint(name, trusted),
     }
-    return backend, {"chat": tokenizer.chat_template is not None, **settings}, writing
+    return backend, settings, writing

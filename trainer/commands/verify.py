@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from decoding.drafters.spec import all_paths
+from decoding.drafters.spec import DrafterSpec, all_paths
 from decoding.dtypes import parse_dtype
 from decoding.errors import UserError
 from decoding.files.fingerprint import prompts_fingerprint, stored_fingerprint
@@ -30,7 +30,6 @@ from trainer.commands.models import LoadedModels, check_endpoint, connect, load_
 from trainer.terminal.console import ProgressBar, say, standard_error, standard_output
 
 if TYPE_CHECKING:
-    from trainer.servers.client import ServedModel
     from trainer.servers.writer import ServedWriter
 
 _BATCH = 8
@@ -50,13 +49,13 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
     """Run the tests, print each finding and write --json; return True for PASS."""
     watch = console or standard_error()
     console = watch if options.json == PRINTED else console or standard_output()
-    server, specs = _check(options), read_specs(options.drafter or ())
+    specs = _check(options)
     tokenizer = read_tokenizer(options.target, options)
     prompts = read_prompts(options.prompts, tokenizer, options.limit, options.prompt_field)
     models = load_models(options, specs, tokenizer)
     given = _proof_input(options, models, prompts)
     engines: dict[str, list[Finding]] = {}
-    findings = _served(options, given, server, watch) if server else _in_process(options, given, models, watch)
+    findings = _served(options, given, watch) if options.endpoint else _in_process(options, given, models, watch)
     for name, finding in findings:
         if name not in engines:
             say(console, f"{name}:")
@@ -80,8 +79,8 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> bool:
     return passed
 
 
-def _check(options: VerifyOptions) -> "ServedModel | None":
-    """Reject contradictory options before anything is read; return the requested server."""
+def _check(options: VerifyOptions) -> list[DrafterSpec]:
+    """Reject contradictory options before anything is read; return the specs of the drafters."""
     check_endpoint(options.endpoint, options.model)
     if options.endpoint is not None and (options.drafter or options.rule):
         raise UserError("--drafter and --rule do nothing with --endpoint: omit them")
@@ -89,7 +88,7 @@ def _check(options: VerifyOptions) -> "ServedModel | None":
         named_rule(options.rule)
         if options.temperature == 0:
             raise UserError(f"--rule {options.rule} needs sampling: use a --temperature above 0")
-    return None if options.endpoint is None else connect(options.endpoint, options.model or "")
+    return read_specs(options.drafter or ())
 
 
 def _proof_input(options: VerifyOptions, models: LoadedModels, prompts: list[tuple[int, ...]]) -> ProofInput:
@@ -105,8 +104,7 @@ def _proof_input(options: VerifyOptions, models: LoadedModels, prompts: list[tup
 
 def _in_process(options: VerifyOptions, given: ProofInput, models: LoadedModels, watch: Console) -> NamedFindings:
     """Yield the findings on each drafter's engine, or on plain decoding if there is no drafter."""
-    reference = given.reference
-    rule = named_rule(options.rule) if options.rule else None
+    reference, rule = given.reference, named_rule(options.rule) if options.rule else None
     ends = reference.eos_token_ids
     config = DecodingConfig(options.max_new_tokens, reference.sampling, rule, ends, seed=options.seed)
     for name, drafter in models.drafters.items() or [("plain decoding", None)]:
@@ -117,13 +115,13 @@ def _in_process(options: VerifyOptions, given: ProofInput, models: LoadedModels,
                 yield name, finding
 
 
-def _served(options: VerifyOptions, given: ProofInput, server: "ServedModel", watch: Console) -> NamedFindings:
+def _served(options: VerifyOptions, given: ProofInput, watch: Console) -> NamedFindings:
     """Yield the findings on a served model."""
     from trainer.servers.texts import explained
     from trainer.servers.writer import ServedWriter
 
     name = f"{published_name(options.model or '')}, served"  # vLLM names models by their paths
-    with server as model:
+    with connect(options.endpoint or "", options.model or "") as model:
         writer = ServedWriter(model, given.reference, given.tokenizer, given.prompts[0])
         with _progress(watch, name) as (on_texts, writer.on_answer):
             for finding in prove(given.reference, writer, given.prompts, given.effort, on_texts):
@@ -148,8 +146,7 @@ def _tokens_of(writer: "ServedWriter") -> Finding:
         sentence += f"; tokenizing again changed {writer.unlike} of {writer.retold} texts: their tokens are uncertain"
     if writer.refused_controls:
         sentence += f"; it does not accept {' or '.join(writer.refused_controls)}, so it may use its own values"
-    names = ("source", "takes_ids", "refused_controls", "retold", "unlike")
-    figures = {name: getattr(writer, name) for name in names}
+    figures = {name: getattr(writer, name) for name in ("source", "takes_ids", "refused_controls", "retold", "unlike")}
     return Finding("tokens", "problem" if writer.unlike else "ok", sentence, figures=figures)
 
 

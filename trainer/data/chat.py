@@ -99,8 +99,8 @@ class TranscriptEncoder:
             return Encoded(transcript, "the target's own tokens", self._own_tokens(transcript, template))
         if template is None:
             raise UserError(
-                f"{where}: {transcript.format!r} rows need a chat template, and the tokenizer has none: set "
-                "data.chat_template to a file, or use prompt and answer"
+                f"{where}: {transcript.format!r} rows need a chat template, which the tokenizer lacks: set "
+                "data.chat_template to a Jinja file, or use rows with a prompt and an answer"
             )
         marked = template.encode(messages, where, transcript.cut_off)
         examples = tuple(Example(tokens, trained, trained.index(True)) for tokens, trained in marked)

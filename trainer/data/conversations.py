@@ -2,10 +2,9 @@
 
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -24,9 +23,10 @@ from decoding.fields import (
     prompt_of,
     tools_of,
     unread_columns,
+    warn_of_unread,
 )
 from decoding.fields import Message as Message
-from decoding.jsonl import parse_row, unparsed_rows, without_nulls
+from decoding.jsonl import parse_row, place_of, unparsed_rows, without_nulls
 from decoding.prompts import encode_prompt
 from trainer.data.sources import Row
 from trainer.recipe.common import DataSection
@@ -43,8 +43,6 @@ _TOLD = (ANSWER_TOKENS, PROMPT_TOKENS, TRUNCATED, "tools", "functions")
 """Columns that describe a conversation without being part of its messages."""
 _CALLED = "called"
 """Field of a recorded tool result in a turn: the name of the function that was called; this field is not sent."""
-
-_GREETING = "the assistant's greeting before the first question"
 
 Format = Literal["messages", "sharegpt", "prompt_answer", "text"]
 
@@ -71,7 +69,7 @@ class Transcript:
     tools: Tools | None = None
     """The functions that the assistant may call."""
     unread: tuple[str, ...] = ()
-    """What is ignored: columns that are neither read nor known as metadata, and a greeting."""
+    """What is ignored: columns that are neither read nor known as metadata, and what `Prompt.unread` says."""
 
 
 def transcript_of(row: Row, section: DataSection) -> Transcript:
@@ -84,15 +82,14 @@ def transcript_of(row: Row, section: DataSection) -> Transcript:
         return Transcript(where, format, text=text, unread=unread_columns(fields, {section.text_field}, ()))
     own = {"messages": "messages", "sharegpt": "conversations"}.get(format, section.prompt_field)
     prompt = prompt_of(fields, own, where)
-    columns, messages, pair = {*prompt.columns, *_TOLD}, prompt.messages, None
+    columns, pair = {*prompt.columns, *_TOLD}, None
     reply = section.answer_field or find_answer(fields)
-    if reply in fields and (format == "prompt_answer" or messages[-1]["role"] != "assistant"):
+    if reply in fields and (format == "prompt_answer" or prompt.messages[-1]["role"] != "assistant"):
         pair = (prompt.name, reply)
-        columns, messages = {*columns, reply}, _answered(prompt, fields, reply, where)
-    messages, greetings = _without_greeting(messages)
-    if fields.get("label", fields.get("kto_tag")) is False:
-        messages = [message | UNTRAINED for message in messages]
-    tools, unread = tools_of(fields, where), (*unread_columns(fields, columns, messages), *greetings)
+        columns, prompt = {*columns, reply}, _answered(prompt, fields, reply, where)
+    is_bad = fields.get("label", fields.get("kto_tag")) is False
+    messages = [message | (UNTRAINED if is_bad else {}) for message in prompt.messages]
+    tools, unread = tools_of(fields, where), (*unread_columns(fields, columns, messages), *prompt.unread)
     tokens = fields.get(ANSWER_TOKENS), fields.get(PROMPT_TOKENS)
     return Transcript(where, format, tuple(messages), "", pair, *tokens, fields.get(TRUNCATED) is True, tools, unread)
 
@@ -106,8 +103,8 @@ def opening_of(row: Row, section: DataSection) -> tuple[tuple[Message, ...], Too
     return _turns(messages, where)[0], tools_of(fields, where)
 
 
-def _answered(prompt: Prompt, fields: dict[str, Any], reply: str, where: str) -> list[Message]:
-    """Return the messages with the answer in the column ``reply``; answers that belong to the prompt are not trained.
+def _answered(prompt: Prompt, fields: dict[str, Any], reply: str, where: str) -> Prompt:
+    """Append the answer in the column ``reply`` to the messages; answers that belong to the prompt are not trained.
 
     If the column contains the whole conversation (UltraFeedback), the answer is what follows the last user message.
     """
@@ -119,16 +116,7 @@ def _answered(prompt: Prompt, fields: dict[str, Any], reply: str, where: str) ->
         last = max(index for index, message in enumerate(prompt.messages) if message["role"] == "user")
         prompt, answer = prompt._replace(messages=prompt.messages[: last + 1]), prompt.messages[last + 1 :]
     given = [message | UNTRAINED for message in prompt.messages[prompt.begins :]]
-    return [*prompt.messages[: prompt.begins], *given, *answer]
-
-
-def _without_greeting(messages: list[Message]) -> tuple[list[Message], tuple[str, ...]]:
-    """Leave out what the assistant says before the user's first message: it answers nothing, and many templates reject
-    it. Also return the name under which it is reported, if there is any.
-    """
-    first = next((index for index, message in enumerate(messages) if message["role"] == "user"), 0)
-    kept = [message for message in messages[:first] if message["role"] != "assistant" or "tool_calls" in message]
-    return [*kept, *messages[first:]], (_GREETING,) * (len(kept) < first)
+    return prompt._replace(messages=[*prompt.messages[: prompt.begins], *given, *answer])
 
 
 def _format_of(fields: dict[str, Any], section: DataSection, where: str) -> Format:
@@ -236,6 +224,23 @@ def is_empty(answer: Message) -> bool:
     return not answer["content"].strip() and not UNSPOKEN & answer.keys()
 
 
+@dataclass
+class RowNotes:
+    """What `read_conversations` noticed in rows."""
+
+    bad: int = 0
+    """Number of rows that are not prompts."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """The errors of the first 20 bad rows, by the numbers of the rows."""
+    unread: Counter[str] = field(default_factory=Counter)
+    """Number of rows by what is ignored, as in `Transcript.unread`."""
+
+    def report_bad(self, name: str | Path) -> str:
+        """Return a sentence with the number of bad rows, the numbers of the first ones, and the first error."""
+        rows, first = ", ".join(map(str, self.errors)), next(iter(self.errors.values()))
+        return f"{name} has {self.bad:,} rows that are not prompts (the first: {rows}), and the first error is: {first}"
+
+
 def read_conversations(
     path: str | Path,
     field: str | None,
@@ -243,39 +248,37 @@ def read_conversations(
     samples: int,
     chat: bool,
     stream: Iterable[dict[str, Any]] | None = None,
-    bad: dict[int, str] | None = None,
-    unread: Counter[str] | None = None,
+    notes: RowNotes | None = None,
 ) -> Iterator[OpenConversation]:
     """Yield ``samples`` conversations without answers for each of a file's first ``limit`` rows, as they are read.
 
-    ``stream`` replaces the rows of the file. Rows that are not prompts are skipped, and their errors are added to
-    ``bad`` by their numbers, but an error is raised at the end if no row is a prompt. ``unread`` counts rows by
-    what is ignored, as in `Transcript.unread`.
+    ``stream`` replaces the rows of the file. With ``notes``, rows that are not prompts are skipped and noted, but an
+    error is raised at the end if no row is a prompt; what is ignored is logged at the end.
 
     The prompt's field is found as in `decoding.measure.questions.read_prompts`. A row with several turns, or with
     answers of the assistant between its messages, becomes a conversation of several turns. Such a conversation requires
-    ``chat``. Raises UserError for a file without prompts and, without ``bad``, for a row that is not a prompt.
+    ``chat``. Raises UserError for a file without prompts and, without ``notes``, for a row that is not a prompt.
     """
     count = 0
     for number, line in unparsed_rows(path) if stream is None else enumerate(map(without_nulls, stream), start=1):
-        where = f"{path}, line {number}"
+        where = place_of(path, number, line)
         try:
             row = parse_row(line, where)
             prompt = prompt_of(row, field, where)
-            messages, greetings = _without_greeting(prompt.messages)
-            turns, tools = _turns(messages, where), tools_of(row, where)
+            turns, tools = _turns(prompt.messages, where), tools_of(row, where)
         except UserError as error:
-            if bad is None:
+            if notes is None:
                 raise
-            bad[number] = str(error)
+            notes.bad += 1
+            notes.errors |= {number: str(error)} if notes.bad <= 20 else {}
             continue
         if not chat:
             if sum(message["role"] != "system" for turn in turns for message in turn) > 1:
                 raise UserError(f"{where}: a conversation needs a chat template: use one text per row")
             turns = (({"role": "user", "content": "\n".join(message["content"] for message in turns[0])},),)
-        if unread is not None:
-            columns = unread_columns(row, {*prompt.columns, *ANSWER_FIELDS, *_TOLD}, messages)
-            unread.update((*columns, *greetings))
+        if notes is not None:
+            columns = unread_columns(row, {*prompt.columns, *ANSWER_FIELDS, *_TOLD}, prompt.messages)
+            notes.unread.update((*columns, *prompt.unread))
         model = row["model"] if isinstance(row.get("model"), str) else None
         for sample in range(samples):
             yield OpenConversation(AnswerKey(number, sample), count, turns, chat, tools, model)
@@ -284,21 +287,17 @@ def read_conversations(
             break
     if not count:
         empty = f"{path} contains no prompts: use a file with a prompt per line, and a limit above 0"
-        raise UserError(report_bad(str(path), bad) if bad else empty)
+        raise UserError(notes.report_bad(path) if notes and notes.bad else empty)
+    warn_of_unread(path, notes.unread if notes else Counter())
 
 
 def check_prompts(path: str | Path, field: str | None, limit: int | None) -> None:
-    """Raise UserError if any of a file's rows, up to its first ``limit`` prompts, is not a prompt."""
-    bad: dict[int, str] = {}
-    deque(read_conversations(path, field, limit, 1, chat=True, bad=bad), maxlen=0)
-    if bad:
-        lines = shorten(", ".join(map(str, bad)), 120, placeholder=" …")
-        raise UserError(report_bad(str(path), bad), f"correct or remove these lines: {lines}")
-
-
-def report_bad(name: str, bad: Mapping[int, str]) -> str:
-    """Return a sentence with the number of bad rows, as `read_conversations` collects them, and the first error."""
-    return f"{name} has {len(bad):,} rows that are not prompts, and the first error is: {next(iter(bad.values()))}"
+    """Check a file's rows up to its first ``limit`` prompts: raise UserError if one is not a prompt, and log what is
+    ignored.
+    """
+    deque(read_conversations(path, field, limit, 1, chat=True, notes=(notes := RowNotes())), maxlen=0)
+    if notes.bad:
+        raise UserError(notes.report_bad(path))
 
 
 def _turns(messages: Sequence[Message], where: str) -> tuple[tuple[Message, ...], ...]:
@@ -323,12 +322,6 @@ def _turns(messages: Sequence[Message], where: str) -> tuple[tuple[Message, ...]
     if not filled:
         raise UserError(f"{where}: the conversation has nothing to answer: add at least one user message")
     return filled
-
-
-def report_unread(name: str, unread: Counter[str]) -> str:
-    """Return a sentence that names what is not read, as in `Transcript.unread`, each with its number of rows."""
-    listed = " and ".join(f"{column} ({count:,} rows)" for column, count in unread.items())
-    return f"{name} has content that is not read: {listed}; docs/how-to/data.md says what is read"
 
 
 HeldOut = list[tuple[OpenConversation, tuple[int, ...]]]

@@ -30,10 +30,10 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from decoding.errors import UserError, first_line
+from decoding.fields import warn_of_unread
 from decoding.files.stored import cache_root
 from trainer.data.batch import Example, StoredExamples, chosen, pack
 from trainer.data.chat import TranscriptEncoder
-from trainer.data.conversations import report_unread
 from trainer.data.encoding import Account, encoded_rows
 from trainer.data.sources import RowSource, open_source
 from trainer.files.folders import check_seal, fingerprint_of, hold_file, sha256_of, write_folder
@@ -103,8 +103,7 @@ def load_dataset(
     for field, count in account.ignored.items():
         remedy = "set data.chat_template to a template that shows the field"
         _LOGGER.warning("%s rows have %s, which the chat template ignores: %s", f"{count:,}", field, remedy)
-    if account.unread:
-        _LOGGER.warning("%s", report_unread(path, account.unread))
+    warn_of_unread(path, account.unread)
     if not sequences:
         why = f"; the first of {account.bad_rows} bad rows: {account.named[0]}" if account.named else ""
         raise UserError(f"{path} contains nothing to train on: no row has a trained token{why}")

@@ -36,7 +36,7 @@ class Account:
     ignored: Counter[str] = field(default_factory=Counter)
     """Number of rows by part of a conversation that the chat template ignores, such as "tools"."""
     unread: Counter[str] = field(default_factory=Counter)
-    """Number of rows by column that is neither read nor known as metadata."""
+    """Number of rows by what is ignored, as in `Transcript.unread`."""
     sequences: int = 0
     """Number of sequences before packing."""
     tokens: int = 0

@@ -21,7 +21,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 
 from decoding.errors import UserError, first_line
 from decoding.files.hub import HubName, explained, shortened, without_login
-from decoding.jsonl import parse_row, unparsed_rows, without_nulls
+from decoding.jsonl import parse_row, place_of, unparsed_rows, without_nulls
 from trainer.files.folders import sha256_of
 from trainer.recipe.common import DataSection
 
@@ -95,7 +95,7 @@ class RowSource:
             yield Row(f"{self.name}, row {number}", without_nulls(fields))
         for file in self.files:
             for number, line in unparsed_rows(file):
-                where = f"{file}, {'row' if isinstance(line, dict) else 'line'} {number}"
+                where = place_of(file, number, line)
                 try:
                     yield Row(where, parse_row(line, where))
                 except UserError as error:
@@ -195,11 +195,7 @@ class _Stream:
         HfApi().auth_check(self.hub.repo_id, repo_type="dataset")  # the datasets library hides the reason for a refusal
         splits: Any = datasets.load_dataset(self.hub.repo_id, self.config, revision=self.commit, streaming=True)
         if self.split not in splits:
-            remedy = (
-                "set data.split or data.heldout_split to one of these, or pass ORG/NAME::SPLIT to --prompts; to use "
-                "only some rows, "
-            )
-            remedy += "set data.max_rows or --limit"
+            remedy = "use one of these as data.split or in ORG/NAME::SPLIT; data.max_rows or --limit takes some rows"
             raise UserError(f"it lacks the split {self.split!r}; it has {' and '.join(splits)}", remedy)
         rows: Iterable[dict[str, Any]] = splits[self.split]
         return rows

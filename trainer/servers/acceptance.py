@@ -154,7 +154,7 @@ def compare_acceptance(ours: LoopAcceptance, server: Counts, note: str = "") -> 
         return problem(ACCEPTANCE, told, remedy, **figures)
     apart = difference(ours, server)
     if apart is None:
-        return undecided(ACCEPTANCE, f"{server.server}'s counts contain no acceptance to compare{note}")
+        return undecided(ACCEPTANCE, f"the counts of {server.server} say nothing about acceptance{note}")
     if not is_other(ours, server):
         if apart.blind:
             return undecided(ACCEPTANCE, f"{both}: {_BLIND}{note}")
@@ -190,11 +190,11 @@ def compare_sampling(
 ) -> Finding:
     """Infer from the acceptance at a temperature whether the server samples its drafts from q or takes the argmax.
 
-    A sampled draft is accepted with probability Σ min(p, q), and an argmax draft with the probability p of its token.
+    A sampled draft is accepted with probability Σ min(p, q); an argmax draft is accepted with its probability p.
     """
     from_drawn, from_best = difference(sampled, server), difference(argmax, server)
     if from_drawn is None or from_best is None:
-        return undecided(SAMPLING, f"{server.server}'s counts contain no acceptance to compare{note}")
+        return undecided(SAMPLING, f"the counts of {server.server} say nothing about acceptance{note}")
     figures = {"temperature": temperature, "sampled": figures_of(sampled, server), "argmax": figures_of(argmax, server)}
     told = (
         f"at temperature {temperature:g} the server writes {server.acceptance_length:.2f} tokens per target pass; our "

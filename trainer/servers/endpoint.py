@@ -108,8 +108,8 @@ class EndpointBackend:
                         failures = failures + 1 if isinstance(outcome, FailedConversation) else 0
                         if isinstance(outcome, FailedConversation) and failures == HOPELESS:
                             raise UserError(
-                                f"{failures} conversations failed in a row, the last one because: {outcome.reason}",
-                                "check the endpoint, then run the same command again",
+                                f"{failures} conversations failed in a row",
+                                f"check the endpoint and run the same command again; last failure: {outcome.reason}",
                             )
             finally:
                 runner.run(self._close(running))
