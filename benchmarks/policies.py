@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             config = DecodingConfig(options.max_new_tokens, SamplingConfig(temperature))
             turns = options.turns * (1 if batch_size > 4 else 2)
             cell = Cell(Path(options.target).name, temperature, batch_size)
-            drafters = {one.label_on(target): one for one in map(loader.load, specs)}  # anew, because hybrids learn
+            drafters = {str(spec): loader.load(spec) for spec in specs}  # anew, because hybrids learn
             rows += measure(target, drafters, cell, prompts, config, turns)
             console.print(f"T={temperature:g}, batch {batch_size}: done")
     for row in rows:
@@ -172,7 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(table)
     worst = {key: min(row[key] for row in rows) for key in ("default_over_plain", "default_over_better")}
     console.print(f"lowest ratios of any cell: {worst}; the goal for each ratio is {GOAL}")
-    measured = {"dtype": options.dtype, "set": Path(options.prompts).stem, "max_new_tokens": options.max_new_tokens}
+    dtype = str(target.dtype).removeprefix("torch.")
+    measured = {"dtype": dtype, "set": Path(options.prompts).stem, "max_new_tokens": options.max_new_tokens}
     report = {"hardware": hardware(), "versions": versions(), "commit": commit(), **measured}
     report |= {"prompts": len(prompts), "worst": worst, "rows": rows}
     options.output.parent.mkdir(parents=True, exist_ok=True)

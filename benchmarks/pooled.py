@@ -38,14 +38,15 @@ def main() -> None:
     rows, about = [], dict[str, Any]()
     for name, _, folder in (each.partition("=") for each in options.evaluations):
         report = json.loads((Path(folder) / "report.json").read_text())
-        about = {key: report[key] for key in ("hardware", "versions", "commit", "dtype", "max_new_tokens")}
+        about = {key: report[key] for key in ("hardware", "versions", "commit", "title", "dtype", "max_new_tokens")}
         records = [record for path in Path(folder).glob("runs-*.jsonl") for record in read_records(path)]
         runs = [record for record in records if "runs" in record]
         for setting in dict.fromkeys(row["setting"] for row in runs):
             counts = {group: counts_of(runs, labels, setting) for group, labels in groups.items()}
-            row = {"set": name, "setting": setting, "prompts": report["prompts"], "ratio": None}
+            row = {"set": name, "setting": setting, "prompts": report["prompts"]}
             row["tokens_per_pass"] = {group: plain_json(tokens_per_pass(one)) for group, one in counts.items()}
-            rows.append(row | ({"ratio": plain_json(ratio(*counts.values()))} if len(counts) == 2 else {}))
+            row["ratio"] = plain_json(ratio(*counts.values())) if len(counts) == 2 else None
+            rows.append(row)
     write({**about, "seeds": len(next(iter(groups.values()))), "rows": rows}, options.output)
 
 

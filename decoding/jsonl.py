@@ -15,7 +15,7 @@ _ROWS_AT_ONCE = 256
 def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each row of a .jsonl file, parsed by `parse_row`, or of a .parquet file, as (place for errors, row)."""
     for number, line in unparsed_rows(path):
-        yield (where := place_of(path, number, line)), parse_row(line, where)
+        yield (where := location_of(path, number, line)), parse_row(line, where)
 
 
 def unparsed_rows(path: str | Path) -> Iterator[tuple[int, bytes | dict[str, Any]]]:
@@ -23,7 +23,7 @@ def unparsed_rows(path: str | Path) -> Iterator[tuple[int, bytes | dict[str, Any
     return read_parquet(path) if Path(path).suffix == ".parquet" else read_lines(path)
 
 
-def place_of(name: str | Path, number: int, row: bytes | dict[str, Any]) -> str:
+def location_of(name: str | Path, number: int, row: bytes | dict[str, Any]) -> str:
     """Return the place of a row for error messages; only .jsonl files have lines."""
     return f"{name}, {'row' if isinstance(row, dict) else 'line'} {number}"
 

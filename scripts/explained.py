@@ -146,7 +146,7 @@ MOST_DEPTH = 16
 
 
 @cache
-def measured() -> Mapping[str, Any]:
+def smollm2_report() -> Mapping[str, Any]:
     """Return the published evaluation of SmolLM2-135M-Instruct, which contains the measured cost of its passes."""
     (path,) = sorted((ROOT / "benchmarks" / "results").glob("*/smollm2.json"))
     report: dict[str, Any] = json.loads(path.read_text())
@@ -156,7 +156,7 @@ def measured() -> Mapping[str, Any]:
 @cache
 def measured_costs() -> Mapping[int, float]:
     """Return v(n): the seconds of a pass over n tokens divided by the seconds of a pass over one token."""
-    curve = measured()["cost_curve_ms"]
+    curve = smollm2_report()["cost_curve_ms"]
     return {int(n): ms / curve["1"] for n, ms in curve.items()}
 
 

@@ -28,7 +28,7 @@ def numbers(values: Iterable[float]) -> str:
 
 def costs() -> str:
     """Return a table of v(n), the measured cost of a pass over n tokens."""
-    curve, report = explained.measured_costs(), explained.measured()
+    curve, report = explained.measured_costs(), explained.smollm2_report()
     machine = report["hardware"]
     where = f"In {report['dtype']} on {machine['processor']}, {machine['threads']} threads; commit {report['commit']}."
     head = ["target", *(f"v({size})" for size in curve)]

@@ -85,7 +85,7 @@ def short_table(report: Report) -> str:
 def tasks_table(report: Report) -> str:
     """Return a table of methods by tasks for each setting: speed-up over plain decoding, and tokens per target pass."""
     rows = [{**row, "task": "all"} for row in report["rows"]] + report["tasks"]
-    rows = [row for row in rows if row["method"] != "plain" and _gain(row) != NONE]
+    rows = [row for row in rows if not row["method"].startswith(("plain", "transformers")) and _gain(row) != NONE]
     tasks = sorted(dict.fromkeys(row["task"] for row in rows), key=lambda task: task == "all")
     parts = []
     for setting in dict.fromkeys(row["setting"] for row in rows):
@@ -151,21 +151,21 @@ def pooled_table(report: Report) -> str:
     rows = report["rows"]
     groups = list(rows[0]["tokens_per_pass"])
     cells = [[text(name), *(_estimate(row["tokens_per_pass"][name]) for row in rows)] for name in groups]
-    cells.append(["ratio", *(_estimate(row["ratio"]) for row in rows)])
+    if rows[0]["ratio"]:
+        cells.append(["ratio", *(_estimate(row["ratio"]) for row in rows)])
     head = ("trained on answers to", *(f"{row['set']}, {row['setting']}" for row in rows))
     return f"{table(map(text, head), cells, len(rows))}\n\n{machine_of(report)}"
 
 
-def curve_table(report: Report) -> str:
-    """Return a table with a row for each drafter and number of trained tokens, and a column for each setting."""
-    rows = report["rows"]
-    cells = []
-    for name in rows[0]["tokens_per_pass"]:
-        drafter, _, tokens = name.partition("@")
-        cells.append([text(drafter), f"{int(tokens):,}", *(_estimate(row["tokens_per_pass"][name]) for row in rows)])
-    head = ("drafter", "trained tokens", *(f"tokens per target pass, {row['setting']}" for row in rows))
-    asked = f"{rows[0]['prompts']} prompts of {text(rows[0]['set'])}, up to {report['max_new_tokens']} new tokens"
-    return f"{table(head, cells, len(rows) + 1)}\n\nSmolLM2-135M-Instruct in bf16; {asked}; {machine_of(report)}"
+def curve_caption(report: Report) -> str:
+    """Return the first and the last figure of each drafter and setting, and the conditions."""
+    parts = []
+    for row in report["rows"]:
+        ends: dict[str, list[str]] = {}
+        for name, figures in row["tokens_per_pass"].items():
+            ends.setdefault(name.partition("@")[0], []).append(number(figures["value"]))
+        parts += [f"{text(drafter)}, {row['setting']}: {found[0]} to {found[-1]}" for drafter, found in ends.items()]
+    return f"{'; '.join(parts)} (up to {report['max_new_tokens']} new tokens; {machine_of(report)[:-1]})."
 
 
 def verified_table(report: Report) -> str:
@@ -316,7 +316,6 @@ RESULTS = "docs/results.md"
 PAGES: dict[str, dict[str, Blocks]] = {
     "quickstart": {"README.md": (("table", short_table),)},
     "spec_bench": {RESULTS: (("spec_bench", tasks_table),)},
-    "spec_bench_sampled": {RESULTS: (("spec_bench_sampled", tasks_table),)},
     "crossover": {RESULTS: (("crossover", conditions),)},
     "policies": {RESULTS: (("policies", policies_caption),)},
     "equal_budget": {RESULTS: (("equal_budget", short_table),)},

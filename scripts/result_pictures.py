@@ -7,7 +7,7 @@ from matplotlib.figure import Figure as Picture
 from decoding.measure.figures import settings
 from decoding.measure.markdown import one_line
 from decoding.measure.report.curves import draw_speedups
-from decoding.measure.report.style import COLOURS, MARKERS, shade_below_one, styled
+from decoding.measure.report.style import COLOURS, series, shade_below_one, styled
 from decoding.measure.results import report_from_json
 
 Report = dict[str, Any]
@@ -34,16 +34,16 @@ def crossover_figure(measured: Report) -> Picture:
 def curve_figure(report: Report) -> Picture:
     """Draw the tokens per target pass against the trained tokens, with a line per drafter and a panel per setting."""
     figure = Picture(figsize=(7.0, 3.4), layout="constrained")
-    panels = figure.subplots(1, len(report["rows"]), sharey=True)
+    panels = figure.subplots(1, len(report["rows"]), sharey=True, squeeze=False)[0]
     for axes, row in zip(panels, report["rows"], strict=True):
         lines: dict[str, list[tuple[float, float, float, float]]] = {}
         for name, figures in row["tokens_per_pass"].items():
             drafter, _, tokens = name.partition("@")
             value, low, high = (figures[key] for key in ("value", "low", "high"))
             lines.setdefault(drafter, []).append((int(tokens), value, value - low, high - value))
-        for colour, marker, (drafter, points) in zip(COLOURS, MARKERS, lines.items(), strict=False):
+        for index, (drafter, points) in enumerate(lines.items()):
             tokens, values, below, above = zip(*points, strict=True)
-            axes.errorbar(tokens, values, (below, above), color=colour, marker=marker, capsize=2, label=drafter)
+            axes.errorbar(tokens, values, (below, above), capsize=2, label=drafter, **series(index))
         axes.set_xscale("log")
         axes.set_title(row["setting"])
         axes.set_xlabel("trained tokens")

@@ -21,7 +21,7 @@ from rich.table import Table
 from trainer.cli import app
 
 BOUNDS = {
-    "product": 27_300,
+    "product": 27_310,
     "tests": 28_340,
     "benchmarks and scripts": 3_950,
     "words of README and docs": 26_000,

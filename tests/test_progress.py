@@ -40,7 +40,7 @@ def test_without_a_terminal_a_line_comes_every_15_seconds_and_not_sooner() -> No
     ]
 
 
-def test_on_a_terminal_a_bar_is_drawn_in_place_of_lines_and_brackets_stay() -> None:
+def test_on_a_terminal_a_bar_is_drawn_in_location_of_lines_and_brackets_stay() -> None:
     heard, clock = io.StringIO(), Clock()
     console = Console(file=heard, width=120, force_terminal=True)
     with ProgressBar(console, "answering [/b]", 10, clock=clock) as progress:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from test_chat import FUNCTION, MARKED, SHOWN, load, text
 from test_questions import text as spelled
 from test_questions import user
@@ -15,11 +16,15 @@ from tiny_training import write_rows
 
 from decoding.fields import prompt_of
 from decoding.measure.questions import Asker, read_prompts, read_questions
+from trainer.commands.evaluate import chosen_questions
 from trainer.commands.inspection import marked_text, run_inspect
-from trainer.commands.options import InspectOptions, RegenerateOptions
+from trainer.commands.options import EvaluateOptions, InspectOptions, RegenerateOptions
 from trainer.commands.regenerate import run_regenerate
 from trainer.data.batch import Example
 from trainer.data.conversations import RowNotes, check_prompts, read_conversations
+from trainer.data.dataset import load_heldout_data
+from trainer.processes import Process
+from trainer.recipe.common import DataSection
 from trainer.terminal.console import standard_output
 
 BARE = "{% for m in messages if m.role != 'system' %}{{ m.role }}:{{ m.content }};{% endfor %}"
@@ -114,11 +119,16 @@ def test_every_reader_of_prompts_counts_the_greetings_that_it_leaves_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"messages": [NO, ASKED, YES]}] * 2 + [{"prompt": "Hi"}])
-    read_questions(path)  # evaluate
+    chosen_questions(
+        read_questions(path), EvaluateOptions(prompts=str(path), output=tmp_path), Process(0, 1, Console(quiet=True))
+    )
     read_prompts(path, byte_tokenizer(TOOL_TEMPLATE), 3)  # verify and plan
     check_prompts(path, None, 3)  # diagnose and realign
+    held = write_rows(tmp_path / "held.jsonl", [{"prompt": [NO, ASKED]}] * 2)
+    section = DataSection(train=str(path), heldout=str(held), max_length=512)
+    load_heldout_data(section, byte_tokenizer(TOOL_TEMPLATE))
     sentence = f"{path} has content that is not read: {GREETED} (2 rows); docs/how-to/data.md says what is read"
-    assert caplog.messages == [sentence] * 3
+    assert caplog.messages == [sentence] * 3 + [sentence.replace(str(path), str(held))]
 
 
 def test_bad_rows_of_a_stream_are_counted_and_only_the_first_errors_are_kept() -> None:

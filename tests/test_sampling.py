@@ -241,7 +241,7 @@ def test_sampling_distributions_are_those_of_generate(model: PreTrainedModel, co
     assert_same_as_generate(model, config)
 
 
-def test_the_callers_processor_takes_the_place_of_one_of_its_type(model: PreTrainedModel) -> None:
+def test_the_callers_processor_takes_the_location_of_one_of_its_type(model: PreTrainedModel) -> None:
     config = GenerationConfig(
         max_new_tokens=6, pad_token_id=0, repetition_penalty=1.5, no_repeat_ngram_size=3, suppress_tokens=[2]
     )

@@ -640,7 +640,7 @@ def test_a_rule_is_proved_for_every_kind_and_shape_that_it_takes(rule: Rule) -> 
     assert proof.lossless == rule.lossless
 
 
-def test_a_rule_that_writes_from_p_in_place_of_the_residual_is_refuted_on_a_turn_that_is_named() -> None:
+def test_a_rule_that_writes_from_p_in_location_of_the_residual_is_refuted_on_a_turn_that_is_named() -> None:
     def without_residual(proposal: Proposal, p: torch.Tensor, source: RandomSource) -> Verdict:
         q, token = proposal.q, proposal.tree.token_list[1]
         assert q is not None

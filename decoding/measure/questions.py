@@ -75,7 +75,6 @@ def read_questions(path: str | Path, field: str | None = None) -> list[Question]
     for file in files:
         read = _questions(file, field)
         questions += read if len(files) == 1 else (replace(question, task=file.stem) for question in read)
-    warn_of_unread(path, Counter(part for question in questions for part in question.unread))
     ids = Counter(question.id for question in questions)
     if max(ids.values()) > 1:
         questions = [replace(question, id=str(line)) for line, question in enumerate(questions, start=1)]

@@ -30,7 +30,7 @@ from decoding.files.stored import (
     without_d2t,
     write_weights,
 )
-from decoding.model.forward import OutputLayer
+from decoding.model.forward import OutputLayer, without_gaps
 from decoding.model.markov import MarkovBias
 from decoding.model.vocabulary import check_d2t, d2t_of, tokens_of
 from decoding.rules.tree import checked_paths
@@ -316,7 +316,7 @@ class StackedHeads:
         for weight, bias in self._layers:
             x = x + F.silu(torch.baddbmm(bias[:count], x, weight[:count].mT))
         if self._heads[0].lm_head is None:
-            return self._heads[0].written(x, lm_head if self._lm_head is None else self._lm_head)
+            return self._heads[0].written(without_gaps(x), lm_head if self._lm_head is None else self._lm_head)
         return torch.stack([head.written(x[k], None) for k, head in enumerate(self._heads[:count])])
 
 

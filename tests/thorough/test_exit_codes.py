@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from trainer.cli import app
 from trainer.commands.usage import guarded
-from trainer.servers.connection import Connection, Endpoint
+from trainer.servers.connection import Connection
 from trainer.terminal.exit_codes import ExitCode, exit_code_line
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -181,7 +181,7 @@ DIAGNOSE = "diagnose draft:draft --prompts"
 REGENERATE, CHOSEN = (f"regenerate --output out --target target --prompts{name}" for name in ("", " none.jsonl"))
 ASKED = "regenerate --output out --model m --prompts none.jsonl --endpoint"
 REJECTED = "the chat template rejects this prompt: no system"
-THREE = r"three.jsonl has 3 rows that are not prompts \(the first: 2, 4, 5\), and the first error is: three.jsonl, "
+THREE = r"rows of three.jsonl that are not prompts: 3 \(2, 4, 5\); the first error: three.jsonl, "
 THREE += "line 2: field 'prompt' contains int, not text or messages: correct or omit the row$"
 FOUND = {
     f"{EVALUATE} system.jsonl": REJECTED,
@@ -226,8 +226,8 @@ FOUND = {
     f"{REGENERATE} good.jsonl --n 2": "n is 2, but at temperature 0 all answers are equal",
     f"{REGENERATE} three.jsonl": THREE,
     f"{REGENERATE} self:9,except=three.jsonl": THREE,
-    f"{REGENERATE} many.jsonl": r" has 102 rows .* \(the first: 2, 4, 5, 6, 7, .*, 22\), and the first error is",
-    f"{REGENERATE} wording.jsonl": "has 3 rows .*; it has wording: rename the prompt's field, or .* in most commands$",
+    f"{REGENERATE} many.jsonl": r"not prompts: 102 \(2, 4, 5, 6, 7, .*, 22, …\); the first error",
+    f"{REGENERATE} wording.jsonl": "not prompts: 3 .*; it has wording: rename the prompt's field, or .* commands$",
 }
 
 
@@ -235,10 +235,10 @@ FOUND = {
 def test_what_is_wrong_in_options_and_files_is_found_before_a_target_is_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
-    opened = dict[Endpoint, Connection]()
+    opened = list[Connection]()
     monkeypatch.setattr("trainer.commands.models.load_model", lambda *_, **__: pytest.fail("it loads the target"))
-    monkeypatch.setattr("trainer.servers.client.Connection", lambda at: opened.setdefault(at, Connection(at)))
+    monkeypatch.setattr("trainer.servers.client.Connection", lambda at: opened.append(Connection(at)) or opened[-1])
     monkeypatch.chdir(folder)
     code, said = run(*words.split(), *([] if words.startswith("regenerate") else ["--target", "target"]))
     assert code == ExitCode.BAD_INPUT and re.search(FOUND[words], said)
-    assert not (folder / "out").exists() and all(connection.client.is_closed() for connection in opened.values())
+    assert not (folder / "out").exists() and all(connection.client.is_closed() for connection in opened)

@@ -107,7 +107,7 @@ def test_with_a_chat_template_each_turn_is_answered_after_the_targets_own_answer
     assert (summary.answered, summary.answers) == (2, 3)
 
 
-def test_training_reads_the_very_tokens_that_were_written_in_place_of_given_answers(
+def test_training_reads_the_very_tokens_that_were_written_in_location_of_given_answers(
     models: Path, tmp_path: Path
 ) -> None:
     said = [("user", "j"), ("assistant", "a a a"), ("user", "h"), ("user", "i")]

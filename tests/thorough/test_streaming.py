@@ -162,7 +162,7 @@ def test_prompts_by_name_are_streamed_and_a_row_without_one_is_left_out_and_said
     written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [row["row"] for row in written] == [1, 2, 4] and summary.answered == 3
     assert f"mine: {NAME}::fine on the Hub, licence mit" in said.getvalue()
-    told = f"left out: {NAME}::fine has 1 rows that are not prompts (the first: 3), and the first error is"
+    told = f"left out: rows of {NAME}::fine that are not prompts: 1 (3); the first error"
     assert f"{told}: {NAME}::fine, row 3" in said.getvalue()
     digest = json.loads((tmp_path / "out.jsonl.meta.json").read_text())["settings"]["prompts_sha256"]
     assert digest == stream_prompts(f"{NAME}@{commit}::fine").sha256 != stream_prompts(f"{NAME}::other").sha256

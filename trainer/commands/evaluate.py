@@ -1,6 +1,7 @@
 """The command `headstart evaluate`, in one process or in several started by `accelerate launch`."""
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,6 +17,7 @@ from transformers.utils import logging
 
 from decoding.drafters.spec import all_paths
 from decoding.errors import UserError
+from decoding.fields import warn_of_unread
 from decoding.files.fingerprint import prompts_fingerprint, stored_fingerprint, tokenizer_fingerprint
 from decoding.files.hub import local_folder, revisions, short_name
 from decoding.measure.markdown import one_line
@@ -173,6 +175,8 @@ def chosen_questions(every: Sequence[Question], options: EvaluateOptions, proces
             )
         of_tasks = [question for question in every if question.task in options.task]
     chosen = evenly(of_tasks, options.limit)
+    if process.is_first:
+        warn_of_unread(options.prompts, Counter(part for question in chosen for part in question.unread))
     if len(chosen) < len(of_tasks) and (tasks := {question.task for question in chosen} - {None}):
         process.say(f"{len(chosen)} of {len(of_tasks)} questions, spread evenly over {len(tasks)} tasks (--limit)")
     return chosen

@@ -120,7 +120,8 @@ def _lines(options: EvaluateOptions) -> list[dict[str, Any]]:
 
 def _checked(options: EvaluateOptions) -> EvaluationConfig:
     """Return the settings; raise UserError for options that contradict each other."""
-    check_endpoint(options.endpoint, options.model)
+    for address in (options.endpoint, options.baseline_endpoint or options.endpoint):
+        check_endpoint(address, options.model)
     if changed := [name for name in _OF_THIS_PROCESS if getattr(options, name) != getattr(EvaluateOptions, name)]:
         raise UserError(f"--{changed[0].replace('_', '-')} does nothing with --endpoint", "omit it")
     if "typical" in options.settings:

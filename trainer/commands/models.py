@@ -34,7 +34,7 @@ def read_target(name: str, options: LoadingOptions) -> CausalLM:
 
 
 def read_specs(texts: Sequence[str]) -> list[DrafterSpec]:
-    """Parse the values of ``--drafter`` without loading weights; raise UserError for a folder that does not exist."""
+    """Parse the values of ``--drafter``, and fetch the drafts' small files; raise UserError for a missing folder."""
     specs = [parse_drafter(text) for text in texts]
     check_once("--drafter", map(str, specs))
     for path in chain(*(spec.paths.values() for spec in specs)):

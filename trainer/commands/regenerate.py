@@ -70,7 +70,8 @@ def run_regenerate(options: RegenerateOptions, console: Console | None = None) -
     settings |= {"n": options.n, "seed": options.seed}
     if wanted and wanted.turns > 1:
         settings["turns"] = wanted.turns
-        conversations = (replace(each, turns=each.turns + ((),) * (wanted.turns - 1)) for each in conversations)
+        later = ((),) * (wanted.turns - 1)
+        conversations = (replace(conversation, turns=(*conversation.turns, *later)) for conversation in conversations)
     about = {"prompts": asked.about, "commit": commit(), "versions": versions()}
     with AnswerFile(options.output, settings, about, backend.encoder) as answers:
         summary = answer(backend, conversations, answers, watched, total)
@@ -233,7 +234,8 @@ def _endpoints(options: RegenerateOptions, wanted: SelfWritten | None, asked: Sa
     settings: dict[str, Any] = {name: getattr(options, name) for name in ("model", "concurrency", "timeout")}
     config = DecodingConfig(options.max_new_tokens or _MOST_TOKENS, seed=options.seed)
     variables = None if options.chat_template_kwargs is None else read_variables(options.chat_template_kwargs)
-    endpoints = [Endpoint(address=each.strip(), **settings) for each in ",".join(options.endpoint or ()).split(",")]
+    addresses = [address.strip() for given in options.endpoint or () for address in given.split(",")]
+    endpoints = [Endpoint(address=address, **settings) for address in addresses]
     writing = None
     if wanted is not None:
         user = UserTurn(read_tokenizer(str(options.target), options))

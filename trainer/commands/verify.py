@@ -104,7 +104,8 @@ def _proof_input(options: VerifyOptions, models: LoadedModels, prompts: list[tup
 
 def _in_process(options: VerifyOptions, given: ProofInput, models: LoadedModels, watch: Console) -> NamedFindings:
     """Yield the findings on each drafter's engine, or on plain decoding if there is no drafter."""
-    reference, rule = given.reference, named_rule(options.rule) if options.rule else None
+    reference = given.reference
+    rule = named_rule(options.rule) if options.rule else None
     ends = reference.eos_token_ids
     config = DecodingConfig(options.max_new_tokens, reference.sampling, rule, ends, seed=options.seed)
     for name, drafter in models.drafters.items() or [("plain decoding", None)]:

@@ -174,11 +174,11 @@ class TranscriptEncoder:
             return encode_prompt(list(messages), self._tokenizer, chat=False)
         return template.prompt(messages, where)
 
-    def encode_opening(self, row: Row, section: DataSection) -> Example:
-        """Return the prompt of a row without answers, in which nothing is trained; raise UserError for other rows."""
-        messages, tools = opening_of(row, section)
+    def encode_opening(self, row: Row, section: DataSection) -> tuple[Example, tuple[str, ...]]:
+        """Return a prompt without answers, in which nothing is trained, and `Prompt.unread`; see `opening_of`."""
+        messages, tools, unread = opening_of(row, section)
         tokens = self.prompt(messages, row.where, self._template and self._template.with_tools(tools))
-        return Example(tokens, [False] * len(tokens), len(tokens))
+        return Example(tokens, [False] * len(tokens), len(tokens)), unread
 
 
 def read_answer(tokenizer: PreTrainedTokenizerBase, tokens: list[int], truncated: bool) -> str:

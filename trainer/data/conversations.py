@@ -26,7 +26,7 @@ from decoding.fields import (
     warn_of_unread,
 )
 from decoding.fields import Message as Message
-from decoding.jsonl import parse_row, place_of, unparsed_rows, without_nulls
+from decoding.jsonl import location_of, parse_row, unparsed_rows, without_nulls
 from decoding.prompts import encode_prompt
 from trainer.data.sources import Row
 from trainer.recipe.common import DataSection
@@ -94,13 +94,14 @@ def transcript_of(row: Row, section: DataSection) -> Transcript:
     return Transcript(where, format, tuple(messages), "", pair, *tokens, fields.get(TRUNCATED) is True, tools, unread)
 
 
-def opening_of(row: Row, section: DataSection) -> tuple[tuple[Message, ...], Tools | None]:
-    """Return the first turn of a row without answers, and its tools; raise UserError for any other row."""
+def opening_of(row: Row, section: DataSection) -> tuple[tuple[Message, ...], Tools | None, tuple[str, ...]]:
+    """Return a row's first turn, its tools and `Prompt.unread`; raise UserError for a row with an answer."""
     fields, where = row.fields(), row.where
-    messages = prompt_of(fields, section.prompt_field, where).messages
-    if (section.answer_field or find_answer(fields)) in fields or any(m["role"] == "assistant" for m in messages):
+    prompt = prompt_of(fields, section.prompt_field, where)
+    said = any(message["role"] == "assistant" for message in prompt.messages)
+    if said or (section.answer_field or find_answer(fields)) in fields:
         raise UserError(f"{where}: the row has an answer: use rows without answers, or rows that all have one")
-    return _turns(messages, where)[0], tools_of(fields, where)
+    return _turns(prompt.messages, where)[0], tools_of(fields, where), prompt.unread
 
 
 def _answered(prompt: Prompt, fields: dict[str, Any], reply: str, where: str) -> Prompt:
@@ -238,7 +239,8 @@ class RowNotes:
     def report_bad(self, name: str | Path) -> str:
         """Return a sentence with the number of bad rows, the numbers of the first ones, and the first error."""
         rows, first = ", ".join(map(str, self.errors)), next(iter(self.errors.values()))
-        return f"{name} has {self.bad:,} rows that are not prompts (the first: {rows}), and the first error is: {first}"
+        more = ", …" * (self.bad > len(self.errors))
+        return f"rows of {name} that are not prompts: {self.bad:,} ({rows}{more}); the first error: {first}"
 
 
 def read_conversations(
@@ -261,7 +263,7 @@ def read_conversations(
     """
     count = 0
     for number, line in unparsed_rows(path) if stream is None else enumerate(map(without_nulls, stream), start=1):
-        where = place_of(path, number, line)
+        where = location_of(path, number, line)
         try:
             row = parse_row(line, where)
             prompt = prompt_of(row, field, where)
@@ -270,7 +272,8 @@ def read_conversations(
             if notes is None:
                 raise
             notes.bad += 1
-            notes.errors |= {number: str(error)} if notes.bad <= 20 else {}
+            if notes.bad <= 20:
+                notes.errors[number] = str(error)
             continue
         if not chat:
             if sum(message["role"] != "system" for turn in turns for message in turn) > 1:
@@ -288,7 +291,8 @@ def read_conversations(
     if not count:
         empty = f"{path} contains no prompts: use a file with a prompt per line, and a limit above 0"
         raise UserError(notes.report_bad(path) if notes and notes.bad else empty)
-    warn_of_unread(path, notes.unread if notes else Counter())
+    if notes is not None:
+        warn_of_unread(path, notes.unread)
 
 
 def check_prompts(path: str | Path, field: str | None, limit: int | None) -> None:

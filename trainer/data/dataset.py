@@ -170,13 +170,14 @@ def _load_prompts(path: str, section: DataSection, tokenizer: PreTrainedTokenize
     """Load a source of prompts without answers; raise UserError if any row has an answer or is not a prompt."""
     source, encoder = open_source(path, section), TranscriptEncoder(section, tokenizer)
     encoded = [encoder.encode_opening(row, section) for row in islice(source.read(), section.max_rows)]
-    prompts = [prompt for prompt in encoded if len(prompt.tokens) < section.max_length]
+    prompts = [prompt for prompt, _ in encoded if len(prompt.tokens) < section.max_length]
     account = Account(
         Counter({"prompts": len(encoded)}), sequences=len(prompts), tokens=sum(len(e.tokens) for e in prompts)
     )
     account.skipped = len(encoded) - len(prompts)
     if not encoded:
         raise UserError(f"{path} contains no prompts: use a file with one prompt per line")
+    warn_of_unread(path, Counter(part for _, unread in encoded for part in unread))
     return Dataset(prompts, prompts, path, source.sha256, account, section.max_length, False, source.commit)
 
 

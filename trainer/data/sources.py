@@ -21,7 +21,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 
 from decoding.errors import UserError, first_line
 from decoding.files.hub import HubName, explained, shortened, without_login
-from decoding.jsonl import parse_row, place_of, unparsed_rows, without_nulls
+from decoding.jsonl import location_of, parse_row, unparsed_rows, without_nulls
 from trainer.files.folders import sha256_of
 from trainer.recipe.common import DataSection
 
@@ -95,7 +95,7 @@ class RowSource:
             yield Row(f"{self.name}, row {number}", without_nulls(fields))
         for file in self.files:
             for number, line in unparsed_rows(file):
-                where = place_of(file, number, line)
+                where = location_of(file, number, line)
                 try:
                     yield Row(where, parse_row(line, where))
                 except UserError as error:

@@ -27,6 +27,7 @@ from decoding.model.forward import (
     last_position,
     layers_of,
     lm_head_input,
+    without_gaps,
 )
 from trainer.data.batch import Batch, Example, collate
 from trainer.files.folders import fingerprint_of_all
@@ -222,6 +223,7 @@ class LastLayer(OnlineTarget):
     def behind(self, batch: Batch, state: Tensor) -> Float[Tensor, "batch positions hidden"]:
         """Return the lm_head's input, from a state of the last layer but one."""
         # Unlike `OnlineTarget.tapped`, this runs all rows at once, because ``state`` contains all rows.
+        state = without_gaps(state)
         with span("target"), begun_behind(self._model, self._layers, self._last, state, self._in_tuple):
             return lm_head_input(self._model, batch.model_inputs()).to(batch.tokens.device)
 
