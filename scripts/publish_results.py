@@ -158,14 +158,8 @@ def pooled_table(report: Report) -> str:
 
 
 def curve_caption(report: Report) -> str:
-    """Return the first and the last figure of each drafter and setting, and the conditions."""
-    parts = []
-    for row in report["rows"]:
-        ends: dict[str, list[str]] = {}
-        for name, figures in row["tokens_per_pass"].items():
-            ends.setdefault(name.partition("@")[0], []).append(number(figures["value"]))
-        parts += [f"{text(drafter)}, {row['setting']}: {found[0]} to {found[-1]}" for drafter, found in ends.items()]
-    return f"{'; '.join(parts)} (up to {report['max_new_tokens']} new tokens; {machine_of(report)[:-1]})."
+    """Return the conditions of the curve."""
+    return f"Up to {report['max_new_tokens']} new tokens; {machine_of(report)}"
 
 
 def verified_table(report: Report) -> str:
@@ -320,6 +314,7 @@ PAGES: dict[str, dict[str, Blocks]] = {
     "policies": {RESULTS: (("policies", policies_caption),)},
     "equal_budget": {RESULTS: (("equal_budget", short_table),)},
     "experimental": {RESULTS: (("experimental", short_table),)},
+    "curve": {RESULTS: (("curve", curve_caption),)},
     "self_written": {"docs/how-to/data.md": (("self_written", pooled_table),)},
     "verified": {"docs/how-to/verify.md": (("verified", verified_table),)},
     "served": {"docs/how-to/serving.md": (("served", served_table),)},

@@ -27,7 +27,7 @@ def _publisher() -> ModuleType:
     return module
 
 
-COUNTS = {"spec_bench": 1, "crossover": 1, "policies": 1, "equal_budget": 1, "experimental": 1}
+COUNTS = {"spec_bench": 1, "curve": 1, "crossover": 1, "policies": 1, "equal_budget": 1, "experimental": 1}
 COUNTS |= {"quickstart": 1, "served": 1, "verified": 1, "accepted": 2, "smollm2": 2, "one_gpu": 4, "self_written": 1}
 
 
